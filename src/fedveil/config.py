@@ -401,10 +401,14 @@ class RunConfig:
     round_epsilon: float | None = _later("ppdl, laplace: ε of one round, for all data of a client.", shown="1")
     cut: float | None = _later("ppdl: every coordinate is cut to ± this.", shown="no; with laplace 0.001")
     select_above: float | None = _later("ppdl: threshold of random choices, and of laplace.", shown="0.0001")
+    sketch_ratio: int | None = _later("dbcl: of so many directions in which a layer reads, one is sent.", shown="2")
+    sketch_layers: str | None = _later("dbcl: all layers, or the head alone.", shown="all")
+    private_bits: int | None = _later("spn: numbers of the private head.", shown="64")
+    private_margin: float | None = _later("spn: margin of the private hinge loss.", shown="1")
+    private_weight: float | None = _later("spn: weight of the private loss.", shown="1")
+    shared_weight: float | None = _later("spn: weight of the shared loss.", shown="1")
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
-    strategy: str | None = _option(
-        _HIDDEN, "paraaegis: hide the max (largest), min or random coordinates.", shown="max"
-    )
+    strategy: str | None = _option(_HIDDEN, "paraaegis: hide max (largest), min or random coordinates.", shown="max")
     vote: str | None = _option(
         _HIDDEN,
         "paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).",

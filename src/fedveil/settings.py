@@ -175,10 +175,22 @@ class Settings(TypedDict, total=False):
     """ppdl: every coordinate is cut to ± this. (default: no; with laplace 0.001)"""
     select_above: float | None
     """ppdl: threshold of random choices, and of laplace. (default: 0.0001)"""
+    sketch_ratio: int | None
+    """dbcl: of so many directions in which a layer reads, one is sent. (default: 2)"""
+    sketch_layers: str | None
+    """dbcl: all layers, or the head alone. (default: all)"""
+    private_bits: int | None
+    """spn: numbers of the private head. (default: 64)"""
+    private_margin: float | None
+    """spn: margin of the private hinge loss. (default: 1)"""
+    private_weight: float | None
+    """spn: weight of the private loss. (default: 1)"""
+    shared_weight: float | None
+    """spn: weight of the shared loss. (default: 1)"""
     share_decay: float | None
     """paraaegis: factor λ on the share per round. (default: 1)"""
     strategy: str | None
-    """paraaegis: hide the max (largest), min or random coordinates. (default: max)"""
+    """paraaegis: hide max (largest), min or random coordinates. (default: max)"""
     vote: str | None
     """paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).
     (default: tags)"""

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedveil.uplink.selected  # noqa: F401
 from fedveil.client_held import messages as dividing
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
@@ -41,7 +42,8 @@ def drawn(draw: st.DrawFn, kind: type, sizes: dict[str, int]) -> Any:
             made = made.abs()
         if rule.below:
             made = made % size(rule.below)
-        return torch.arange(shape[0]) if rule.ascending else made.to(dtype)
+        most = size(rule.below) if rule.below else shape[0]
+        return torch.arange(min(shape[0], most)) if rule.ascending else made.to(dtype)
 
     def field(one: Declared) -> Any:
         chosen = draw(st.sampled_from(one.types))
@@ -91,7 +93,7 @@ def header_of(message: object) -> Any:
 
 def test_every_message_is_tried_here_and_none_has_a_tensor_without_a_shape() -> None:
     assert {kind.__name__ for kind in KINDS} == {
-        *("Broadcast", "ClipBroadcast", "PublicHead", "Train", "Upload", "SelectedUpload"),
+        *("Broadcast", "ClipBroadcast", "SketchBroadcast", "PublicHead", "Train", "Upload", "SelectedUpload"),
         *("Epoch", "Hello", "Announce", "Directory", "Nonce", "Nonces", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from client_held.relaying import HELD_MESSAGES, HELD_SCHEMES
 from federation import job, server_of, trained
-from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead, SketchBroadcast
 from fedveil.engine.local import Absent
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
@@ -35,7 +35,13 @@ from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
-INSIDE = {Broadcast: "train", ClipBroadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
+INSIDE = {
+    Broadcast: "train",
+    ClipBroadcast: "train",
+    SketchBroadcast: "train",
+    PublicHead: "train.head",
+    Epoch: "epoch",
+}
 REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
 REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {
@@ -52,6 +58,8 @@ SPEAKS: dict[str, set[type]] = {
     "fedavg": COMMON,
     "lossless": COMMON,
     "pbpfl": COMMON,
+    "dbcl": COMMON,
+    "spn": COMMON,
     "ppdl": {Train, SelectedUpload},
     "ppdl, laplace": {Train, SelectedUpload},
     "ldp": COMMON | SIZES,
@@ -172,6 +180,8 @@ def test_every_field_of_every_message_class_that_a_scheme_sends_is_declared(name
         possible.discard("train.cohort")
     if "adaptive" not in name:
         possible.discard("train.clip")
+    if name != "dbcl":
+        possible.discard("train.seed")
     assert possible - declared(one) == set()
 
 
@@ -268,7 +278,7 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
     plain = {
-        *("fedavg", "secagg", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
+        *("fedavg", "secagg", "spn", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
         *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
     }
     for name in SPEAKS:

@@ -16,7 +16,7 @@ import torch
 from federation import distance, job, trained
 from fedveil import schemes
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.messages import Upload
 from fedveil.runs import session
@@ -24,7 +24,7 @@ from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink.noise_plan import NoisePlan, Target
 from fedveil.uplink.unmasking import MaskedUpload
-from interrupting import same_tensors
+from interrupting import interrupted_run, same_tensors
 
 SMALL: dict[str, Any] = {"rounds": 3, "loss": "cross-entropy", "options": {"depth": 2, "width": 8}}
 PLANNED = [info.name for info in schemes.schemes() if "noise_decay" in info.options]
@@ -197,3 +197,40 @@ def test_a_run_goes_on_where_its_noise_was_and_pays_for_every_round_once(name: s
     for ours, theirs in zip(resumed["lines"], whole["lines"], strict=True):
         assert ours["epsilon"] == pytest.approx(theirs["epsilon"], rel=1e-12)
     assert max(line["epsilon"] for line in resumed["lines"]) == pytest.approx(8.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("more", [{"scheme": "dbcl"}, {"scheme": "spn"}, {"scheme": "spn", "local_steps": 2}], ids=str)
+def test_a_run_that_is_resumed_ends_in_the_same_bits(more: dict[str, Any], tmp_path: Path) -> None:
+    run = {"dataset": "digits", "clients": 3, "rounds": 5, "seed": 5, "checkpoint_every": 2, "batch_size": 16}
+    config = RunConfig.from_mapping({**run, **more, "model_options": {"width": 4, "depth": 2}})
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    session.run(config, straight, quiet=True)
+    interrupted_run(config, broken, at=3)
+    session.resume(broken, quiet=True)
+    assert same_tensors(straight / "model.safetensors", broken / "model.safetensors")
+    kept = {file.name for file in (broken / "checkpoints").glob("*.clients")}
+    assert kept == ({"round-00000004.clients", "round-00000005.clients"} if more["scheme"] == "spn" else set())
+
+
+def test_private_heads_that_are_gone_are_missed(tmp_path: Path) -> None:
+    run = {"scheme": "spn", "dataset": "digits", "clients": 2, "rounds": 3, "seed": 5, "checkpoint_every": 1}
+    config = RunConfig.from_mapping({**run, "model_options": {"width": 4, "depth": 2}})
+    interrupted_run(config, tmp_path / "run", at=2)
+    file = tmp_path / "run" / "checkpoints" / "round-00000001.clients"
+    kept = file.read_bytes()
+    assert file.stat().st_mode & 0o077 == 0
+    for content in (kept[:-1] + bytes([kept[-1] ^ 1]), kept[:-40], b""):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=file.name):
+            session.resume(tmp_path / "run", quiet=True)
+    file.write_bytes(kept)
+    session.resume(tmp_path / "run", quiet=True)
+
+
+def test_the_bytes_that_a_sketch_needs_are_reported_beside_those_that_pass(tmp_path: Path) -> None:
+    run = {"scheme": "dbcl", "dataset": "digits", "clients": 2, "rounds": 1, "seed": 5, "sketch_ratio": 4}
+    config = RunConfig.from_mapping({**run, "model_options": {"width": 16, "depth": 2}})
+    summary = session.run(config, tmp_path / "run", quiet=True)
+    weights = 64 * 16 + 16 * 10
+    for way in ("down", "up"):
+        assert summary[f"bytes_{way}"] - summary[f"needed_bytes_{way}"] == 4 * weights * 3 / 4

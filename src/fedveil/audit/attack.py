@@ -61,7 +61,7 @@ MODEL = "model"
 _CERTAIN = ("the model's function", "the model's parameters", "the server's updates")
 """What the model itself is worth without protection is known without trying."""
 _OF_THE_MODEL = (*_CERTAIN, "members", "what classes look like")
-NEEDS = ("classes", "pictures", "numbers", "head noise", "veil")
+NEEDS = ("classes", "pictures", "numbers", "head noise", "veil", "sketch", "private head")
 GRANTS = ("public", "labelled")
 TARGETS = ("upload", "sum")
 CPU = torch.device("cpu")
@@ -78,15 +78,15 @@ class ReferenceRun:
     samples: int | None = None
 
 
-_SINGLE = {"clients": 4, "rounds": 4, "lr": STANDSTILL, "record_rounds": "1-4", "record_clients": "0-3"}
+SINGLE = {"clients": 4, "rounds": 4, "lr": STANDSTILL, "record_rounds": "1-4", "record_clients": "0-3"}
 REFERENCES = {
-    "mlp": ReferenceRun("plain averaging, an mlp, one digit a client", {**_SINGLE, "scheme": "fedavg"}, 1),
+    "mlp": ReferenceRun("plain averaging, an mlp, one digit a client", {**SINGLE, "scheme": "fedavg"}, 1),
     "lenet": ReferenceRun(
         "plain averaging, a sigmoid LeNet, one digit a client",
-        {**_SINGLE, "scheme": "fedavg", "model": "lenet-sigmoid", "loss": "cross-entropy"},
+        {**SINGLE, "scheme": "fedavg", "model": "lenet-sigmoid", "loss": "cross-entropy"},
         1,
     ),
-    "bare": ReferenceRun("lossless, whose uploads nothing covers, an mlp, one digit a client", _SINGLE, 1),
+    "bare": ReferenceRun("lossless, whose uploads nothing covers, an mlp, one digit a client", SINGLE, 1),
     "overfitted": ReferenceRun(
         "plain averaging, an mlp that knows its few digits by heart",
         {
@@ -215,7 +215,7 @@ def attack(
     reference: str | ReferenceRun | None,
     how: str,
     asked: float | None = None,
-    needs: Sequence[Literal["classes", "pictures", "numbers", "head noise", "veil"]] = (),
+    needs: Sequence[Literal["classes", "pictures", "numbers", "head noise", "veil", "sketch", "private head"]] = (),
     granted: Sequence[Literal["public", "labelled"]] = (),
     adaptive: bool = False,
     learns: bool = False,

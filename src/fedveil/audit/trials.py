@@ -47,6 +47,7 @@ from fedveil.downlink.architecture import Weights, draw
 from fedveil.errors import ConfigError
 from fedveil.runs.evaluation import predict
 from fedveil.runs.job import job_from_config
+from fedveil.work.messages import keeps_for_itself
 
 SERVER = "the server"
 OUTSIDER = "somebody on the wire"
@@ -70,6 +71,8 @@ def _fits(attack: Attack, subject: Subject, *, head: bool) -> bool:
         "numbers": subject.test.x.is_floating_point(),
         "head noise": head,
         "veil": not subject.held and subject.job.scheme.downlink.traced,
+        "sketch": subject.job.scheme.downlink.spared(subject.job.architecture) > 0,
+        "private head": keeps_for_itself(subject.job.scheme.work),
     }
     return all(there[need] for need in (*attack.needs, *ASSETS[attack.asset].needs))
 
@@ -354,6 +357,7 @@ class _Model:
         self.head = last is not None and last.broadcast.head is not None
         when = "at the end" if last is None else f"in round {last.round}"
         self.seen = f"the model it {'holds' if self.held else 'receives'} {when}"
+        self.many = f"the models it receives in {len({sent.round for sent in view.broadcasts})} rounds"
 
     def trial(self, attack: Attack, *, adaptive: bool = False) -> Trial:
         case = self._case(attack)
@@ -366,7 +370,7 @@ class _Model:
             CLIENT,
             attack.asset,
             attack.name,
-            case.seen or self.seen,
+            case.seen or (self.many if "sketch" in attack.needs else self.seen),
             case.measure,
             (Attempt(view, None if case.unprotected is not None else self._twin(view), case.truth),),
             settings={**settings, **({"adaptive": True} if adaptive else {})},

@@ -119,6 +119,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     if summary["holder"] == "clients":
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
+    if "needed_bytes_down" in summary:
+        down, up = (size(summary[f"needed_bytes_{way}"]) for way in ("down", "up"))
+        rows.append(("… of which are needed", f"{down} down, {up} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
     if "coverage" in summary:
         levels = [f"{percent(share)} {name}" for name, share in summary.get("levels", {}).items() if share]

@@ -44,6 +44,7 @@ from scipy.special import digamma, polygamma
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, Weights
+from fedveil.downlink.messages import Broadcast
 from fedveil.downlink.rescaling import (
     HeadNoise,
     Rescaling,
@@ -346,6 +347,7 @@ class Decomposed:
     family = "scale"
     streams = False
     shifted = False
+    sends = Broadcast
 
     @property
     def head_noise(self) -> bool:
@@ -365,6 +367,10 @@ class Decomposed:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         transitional(scale_table(architecture))  # what cannot be veiled is refused before the first round
         return head_tensors(self.head, architecture)
+
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """As rescaling has it; and what the transitional layers' numbers are."""

@@ -66,6 +66,19 @@ class ClipBroadcast(Broadcast):
 
 
 @dataclass(frozen=True, eq=False)
+class SketchBroadcast(Broadcast):
+    """The same where the model comes in sketches: those of a round follow from its `seed`."""
+
+    seed: Annotated[Tensor, Shape((torch.uint8,), (32,)), Released("the seed of the round's sketches")]
+
+    @staticmethod
+    def of(broadcast: Broadcast, seed: bytes) -> SketchBroadcast:
+        """A broadcast with a seed."""
+        known = {field.name: getattr(broadcast, field.name) for field in dataclasses.fields(Broadcast)}
+        return SketchBroadcast(**known, seed=torch.frombuffer(bytearray(seed), dtype=torch.uint8))
+
+
+@dataclass(frozen=True, eq=False)
 class Mean:
     """The cohort's weighted mean of everything uploaded."""
 
@@ -124,12 +137,21 @@ class Downlink(Protocol):
         """Whether the last layer is covered by noise."""
         ...
 
+    @property
+    def sends(self) -> type[Broadcast]:
+        """As what the model travels."""
+        return Broadcast
+
     def head_tensors(self, architecture: Architecture) -> int:
         """How many gradients each client returns."""
 
     def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
         ...
+
+    def spared(self, architecture: Architecture) -> int:
+        """How many of the parameters a client needs not be sent, nor send back: the rest follows from the others."""
+        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """What hides each field of a broadcast, where something does, or what else is in it."""

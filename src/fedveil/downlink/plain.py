@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Plain:
     streams = False
     shifted = False
     head_noise = False
+    sends: ClassVar[type[Broadcast]] = Broadcast
 
     def head_tensors(self, architecture: Architecture) -> int:
         """One gradient."""
@@ -32,6 +34,10 @@ class Plain:
     def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """Nothing is multiplied."""
         return None
+
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """Nothing is hidden."""

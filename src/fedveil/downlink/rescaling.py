@@ -83,6 +83,7 @@ class Rescaling:
     """The loss is softmax cross-entropy: a secret number is added to all logits of a sample."""
 
     traced = True
+    sends = Broadcast
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.spread) and self.spread > 1.0):
@@ -107,6 +108,10 @@ class Rescaling:
     def head_tensors(self, architecture: Architecture) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         return head_tensors(self.head, architecture)
+
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """Every layer up to secret scales, or to what else the family has."""

@@ -20,7 +20,7 @@ from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
 from fedveil.work.held_back import holding_back
-from fedveil.work.messages import Augmentation, ClientData, LocalWork, ManyAtOnce, Source, Workspace
+from fedveil.work.messages import Augmentation, ClientData, KeptTensors, LocalWork, ManyAtOnce, Source, Workspace
 
 if TYPE_CHECKING:
     from fedveil.engine.workers import Workers
@@ -202,8 +202,9 @@ class LocalEngine:
     """Clients in this process, as an engine.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
-    `spent` is what clients remember of their earlier spending (μ²), `grouped` of whom they were summed with. `listen`
-    hears every message as it passes, and `on_answer` how far a phase has come.
+    `spent` is what clients remember of their earlier spending (μ²), `grouped` of whom they were summed with, `kept`
+    what their work has kept for itself. `listen` hears every message as it passes, and `on_answer` how far a phase has
+    come.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class LocalEngine:
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
         grouped: Sequence[tuple[int, ...]] = (),
+        kept: Mapping[int, KeptTensors] | None = None,
         listen: Listen | None = None,
         on_answer: OnAnswer | None = None,
     ) -> None:
@@ -223,7 +225,10 @@ class LocalEngine:
         before, peers = spent or {}, {client: group for group in grouped for client in group}
         self._states = {
             data.client: ClientState(
-                data.client, spent=before.get(data.client, 0.0), grouped=peers.get(data.client, ())
+                data.client,
+                spent=before.get(data.client, 0.0),
+                grouped=peers.get(data.client, ()),
+                kept=(kept or {}).get(data.client),
             )
             for data in pool.clients
         }
@@ -235,6 +240,10 @@ class LocalEngine:
     def state_of(self, client: int) -> ClientState:
         """What a client remembers now."""
         return self._states[client]
+
+    def kept(self) -> dict[int, KeptTensors]:
+        """What clients' work keeps for itself now, by client."""
+        return {client: state.kept for client, state in self._states.items() if state.kept is not None}
 
     def gather(self, ask: Ask) -> Gathered:
         """One phase with the clients that are present."""

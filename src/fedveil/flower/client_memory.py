@@ -52,7 +52,7 @@ class _Stored(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Promise:
     """A round that a client has promised to answer, and paid for, and has not answered yet: `state` is what it will be
-    after that, without the model, and `tries` how often work on `message` has begun."""
+    after that, without the model and what its work keeps, and `tries` how often work on `message` has begun."""
 
     state: ClientState = field(repr=False)
     message: str
@@ -77,7 +77,7 @@ class Remembered:
         """The state in which every promise counts as kept: what was begun is never answered any more."""
         if self.promise is None:
             return self.state
-        return replace(self.promise.state, held=self.state.held, pending=self.state.pending)
+        return replace(self.promise.state, held=self.state.held, pending=self.state.pending, kept=self.state.kept)
 
     def replied(self, state: ClientState, message: str, reply: bytes) -> Remembered:
         """After one more message."""
@@ -141,7 +141,7 @@ class Memory:
 
     def promise(self, lineage: str, promised: Promise) -> None:
         """Remember what is about to be worked on; it is on disk when this returns."""
-        light = replace(promised.state, held=None, pending=None)
+        light = replace(promised.state, held=None, pending=None, kept=None)
         run = self._opened(f"{lineage}.run", _RUN)
         facts = {"message": promised.message, "tries": promised.tries, "follows": 0 if run is None else run.epoch}
         content = pack(facts, {"state": light.seal(self._key)})

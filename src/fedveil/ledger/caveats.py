@@ -87,6 +87,15 @@ KNOWN_START = "the model: clients know the weights it begins with, and read off 
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"
+SKETCHED = (
+    "the model: clients know each round's sketch, which leaves out some of the directions in which a layer reads; "
+    "other rounds leave out others, so that a client which puts rounds together has the model as far as it stands "
+    "still (`fedveil audit` measures it). Biases and normalisations travel as they are"
+)
+POLARISED = (
+    "client data: a private loss changes the gradients of all layers but the last, and what is read off one layer's "
+    "gradient by a ratio, or fitted together with the private loss, does not ask for it: nothing is proven"
+)
 CHOSEN_PLACES = "which coordinates are sent: they are chosen by a client's data, and whoever sees them learns of it"
 
 UNCLIPPED = "every client's gradient is assumed to have norm at most S; nobody clips (not enforced)"

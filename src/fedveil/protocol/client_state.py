@@ -15,6 +15,7 @@ from fedveil.downlink.architecture import Weights
 from fedveil.errors import ProtocolError
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.secrets import Guarded
+from fedveil.work.messages import KeptTensors
 
 if TYPE_CHECKING:
     from fedveil.protocol.key_agreement import Keyring
@@ -37,7 +38,7 @@ class ClientState:
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
     what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
     and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
-    attempts at it included, where a round's clients are in groups.
+    attempts at it included, where a round's clients are in groups. `kept` is what its work keeps for itself.
     """
 
     client: int
@@ -57,6 +58,7 @@ class ClientState:
     epoch: int = -1
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
+    kept: KeptTensors | None = None
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -122,8 +124,10 @@ class ClientState:
             "group": None if self.group is None else self.group.stored(),
             "held": None if self.held is None else self.held.facts(),
             "pending": None if self.pending is None else self.pending.facts(),
+            "kept": self.kept is not None,
         }
-        return seal(as_bytes(facts, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
+        kept = {} if self.kept is None else {f"{_KEPT}{name}": value for name, value in self.kept.tensors.items()}
+        return seal(as_bytes(facts, tensors_of(self.held, self.pending) | kept), key=key, purpose=_PURPOSE)
 
     @staticmethod
     def unseal(sealed: bytes, key: bytes) -> ClientState:
@@ -132,23 +136,25 @@ class ClientState:
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
-        facts = {"grouped": [], **facts}  # which earlier versions did not know
+        facts = {"grouped": [], "kept": False, **facts}  # which earlier versions did not know
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
             keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
+            kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort", "grouped")}
             known |= {
                 "keys": None if keys is None else Keyring.restored(known["client"], keys),
                 "group": None if group is None else Group.restored(group),
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
+                "kept": KeptTensors(kept) if known["kept"] else None,
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:
             raise ProtocolError("a client's stored state is damaged") from reason
 
 
-_BUFFER = "held.buffer."
+_BUFFER, _KEPT = "held.buffer.", "kept."
 
 
 @dataclass(frozen=True, eq=False)

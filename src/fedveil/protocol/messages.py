@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead, SketchBroadcast
 from fedveil.ledger.releases import ContributionSections, Cover, Party, Release, Released, check_declared
 from fedveil.protocol.codec import message, released
 from fedveil.shapes import REALS, Shape, clients, declared, words
@@ -20,6 +20,7 @@ from fedveil.shapes import REALS, Shape, clients, declared, words
 message(PublicHead)
 message(Broadcast)
 message(ClipBroadcast)
+message(SketchBroadcast)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +174,7 @@ class Train(Request):
 
     round: Round
     attempt: Attempt
-    broadcast: Broadcast | ClipBroadcast
+    broadcast: Broadcast | ClipBroadcast | SketchBroadcast
     cohort: Annotated[Tensor | None, clients("cohort"), Released("who takes part in the round")] = None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
-from fedveil.downlink.messages import Broadcast, ClipBroadcast, Downlink
+from fedveil.downlink.messages import ClipBroadcast, Downlink
 from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_noise
 from fedveil.ledger.correlated import NoiseLayout
@@ -528,7 +528,7 @@ class Scheme:
         if self.holder == "clients":
             return (*introduced, *uplink)
         unnamed = ("cohort",) if how == "none" else ()
-        covers, sent = self.downlink.covers(), Broadcast if adapting(self.work) is None else ClipBroadcast
+        covers, sent = self.downlink.covers(), self.downlink.sends if adapting(self.work) is None else ClipBroadcast
         if self._seen_through:
             covers = {name: {**cover, "hiding": "none"} for name, cover in covers.items()}
         return each_once(

@@ -21,7 +21,8 @@ A Train is taken in four steps
     answer     local work on the broadcast; the uplink covers the contribution
 
 What it remembers (`protocol/client_state.py`): the last round answered and opened, and the run and epoch of both; the
-cohort and graph of that round; what it has spent by its own account; its keys and the directory it has taken.
+cohort and graph of that round; what it has spent by its own account; its keys and the directory it has taken; and what
+its work keeps for itself, where it does.
 
 What it refuses
 
@@ -54,7 +55,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.messages import ClientData, RunMany, Workspace
+from fedveil.work.messages import ClientData, KeptTensors, RunMany, Workspace, keeps_for_itself
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -70,7 +71,7 @@ class RequestCheck:
     """What a client expects of every request: sizes that follow from the scheme, the architecture and who is known."""
 
     def __init__(self, scheme: Scheme, architecture: Architecture) -> None:
-        self._heads = scheme.downlink.head_tensors(architecture)
+        self._heads, self._sent = scheme.downlink.head_tensors(architecture), scheme.downlink.sends
         layers = () if architecture.table is None else transitional(architecture.table).sizes
         outputs = 0 if self._heads == 1 else head_site(architecture).outputs
         divisible = scheme.terms(architecture).divisible
@@ -107,6 +108,8 @@ class RequestCheck:
             head = request.broadcast.head
             if (1 if head is None else head.tensors) != self._heads:
                 raise ProtocolError("a model comes with another head noise than the scheme has")
+            if not isinstance(request.broadcast, self._sent):
+                raise ProtocolError("a model comes without what the scheme sends with it")
         self._passed = (request, known)
 
 
@@ -130,6 +133,11 @@ stores it then loses neither, whatever happens to the computation."""
 
 def _unstored(state: ClientState) -> None:
     pass
+
+
+def _kept(state: ClientState) -> KeptTensors:
+    """For work to change: the state has what it had until the work is done."""
+    return KeptTensors() if state.kept is None else KeptTensors(state.kept.tensors)
 
 
 def own_target(scheme: Scheme) -> Policy:
@@ -235,6 +243,7 @@ class ClientRole(Participant):
         super().__init__(scheme, architecture, **own)
         self._uplink = scheme.summing
         self._latest: tuple[Train, RoundContext] | None = None
+        self._keeps = keeps_for_itself(scheme.work)
         if self._books_repairs:
             self._policy.check_scheme(
                 noised=scheme.uplink.noises_all,
@@ -264,7 +273,7 @@ class ClientRole(Participant):
                     if isinstance(request, Train):
                         begun.append(self._begin(state, request, len(data), private_too))
                         promised(begun[-1][0])
-                        able.append(data)
+                        able.append(replace(data, kept=_kept(state)) if self._keeps else data)
                         continue
                     answer = self._answer(state, request, data, private_too)
                 yield answer
@@ -277,6 +286,8 @@ class ClientRole(Participant):
             if isinstance(vector, FedVeilError):
                 yield state, vector
                 continue
+            if self._keeps:
+                state = replace(state, kept=able[position].kept)
             try:
                 with own_errors(state, request):
                     answer = self._protect(state, vector, context)

@@ -1,9 +1,12 @@
-"""Checkpoints: a server's state at a round boundary, checksummed and bound to its run."""
+"""Checkpoints: a server's state at a round boundary, checksummed and bound to its run; and beside it, sealed, what
+simulated clients keep for themselves."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +16,17 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.downlink import Weights
-from fedveil.errors import CheckpointError, spelled
+from fedveil.errors import CheckpointError, ProtocolError, spelled
+from fedveil.framing import pack, unpack
 from fedveil.plain import made, named, parsed, read_raw
+from fedveil.protocol.client_state import ClientState
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import digest_of, write_atomically
+from fedveil.work.messages import KeptTensors
 
 _FORMAT = "fedveil-checkpoint-1"
 _KEPT = 2
+_KEY_BYTES = 32
 _HEADER_LENGTH = 8
 
 
@@ -144,3 +151,44 @@ def _tensors(state: ServerState) -> dict[str, Tensor]:
         **{f"buffer.{name}": value for name, value in state.weights.buffers.items()},
     }
     return {name: value.detach().cpu().contiguous() for name, value in own.items()}
+
+
+class ClientMemory:
+    """What the work of simulated clients keeps for itself: a file beside each checkpoint, sealed client by client under
+    a key that lies beside it. On machines of their own, clients keep it themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.kept: Callable[[], Mapping[int, KeptTensors]] = dict
+        """Asked for what clients keep now."""
+
+    def save(self, round: int) -> None:
+        """Write down what clients keep after a round; of earlier files the newest stays."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path, key = self._file(round), self._key()
+        sealed = {str(client): ClientState(client, kept=kept).seal(key) for client, kept in self.kept().items()}
+        write_atomically(path, pack({}, sealed), mode=0o600)
+        keep_two(path, "round-*.clients")
+
+    def load(self, round: int) -> None:
+        """Begin with what clients kept after a round; refused where that is not there."""
+        try:
+            _, sealed = unpack(read_raw(self._file(round)))
+            states = [ClientState.unseal(content, self._key()) for content in sealed.values()]
+        except (OSError, ProtocolError, CheckpointError) as reason:
+            raise CheckpointError(
+                f"{self._file(round).name} is missing or damaged, and with it what clients keep for themselves: the "
+                f"run cannot go on after round {round}. Put the file back with clients.key, or start anew with another "
+                f"{spelled('out')}."
+            ) from reason
+        found = {state.client: state.kept for state in states if state.kept is not None}
+        self.kept = lambda: found
+
+    def _file(self, round: int) -> Path:
+        return self._folder / f"round-{round:08d}.clients"
+
+    def _key(self) -> bytes:
+        path = self._folder / "clients.key"
+        if not path.exists():
+            write_atomically(path, os.urandom(_KEY_BYTES), mode=0o600)
+        return read_raw(path)

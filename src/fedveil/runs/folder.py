@@ -374,7 +374,8 @@ def _release(held: list[int]) -> None:
 
 
 _CLOSING = frozenset(
-    "train_loss seconds bytes_down bytes_up parameters clients coverage failed_rounds diverged".split()
+    "train_loss seconds bytes_down bytes_up needed_bytes_down needed_bytes_up parameters clients coverage "
+    "failed_rounds diverged".split()
 )
 _ALWAYS = ("seconds", "bytes_down", "bytes_up")
 _TEXTS = ("scheme", "holder", "loss", "loss_because", "stopped", "warning", "dataset", "model", "engine", "family")

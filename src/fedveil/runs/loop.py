@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
+
+if TYPE_CHECKING:
+    from fedveil.runs.checkpoint import ClientMemory  # which needs packages that in-memory training does not
 
 _LOG = logging.getLogger(__name__)
 
@@ -180,6 +183,7 @@ def train_job(
     journal: Path | None = None,
     record: Path | Recording | None = None,
     listen: Listen | None = None,
+    memory: ClientMemory | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train from `state` to the last round, with every client in this process.
@@ -193,6 +197,7 @@ def train_job(
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
         listen: Hears every message as it passes, where nothing is recorded.
+        memory: With what clients begin that their work has kept for itself; it can then tell what they keep.
         say: Told what a person should know.
     """
     if job.config.record and record is None:
@@ -208,9 +213,12 @@ def train_job(
         absent=_simulated_dropout(job),
         spent=privacy_journal.remembered(),
         grouped=state.groups,
+        kept=None if memory is None else memory.kept(),
         listen=listen if recorder is None else recorder.hear,
         on_answer=on_answer,
     )
+    if memory is not None:
+        memory.kept = engine.kept
     server = server_role(
         job if recorder is None else replace(job, scheme=recorder.scheme), state, privacy_journal.accountant
     )
@@ -559,6 +567,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if spared := job.scheme.downlink.spared(job.architecture):
+        spared *= job.weights.parameters.element_size()
+        summary |= {f"needed_{way}": max(summary[way] - spared, 0.0) for way in ("bytes_down", "bytes_up")}
     if job.client_names:
         summary["client_names"] = list(job.client_names)
     if job.description is not None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from fedveil.errors import CheckpointError, DataError, FedVeilError, NumericErro
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
-from fedveil.runs.checkpoint import newest_good, save_checkpoint
+from fedveil.runs.checkpoint import ClientMemory, newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.loop import Outcome, fresh_state, summarise, train_job
@@ -25,6 +26,7 @@ from fedveil.runs.preflight import preflight
 from fedveil.runs.rates import with_found_rate
 from fedveil.runs.recorded import chosen
 from fedveil.runs.watching import Watch
+from fedveil.work.messages import keeps_for_itself
 
 _LOG = logging.getLogger(__name__)
 
@@ -240,8 +242,13 @@ def train_into(
     `earlier` are the rows of the rounds before.
     """
     config, fingerprint, told = job.config, job.config.fingerprint(), _noted(folder, say)
+    memory = ClientMemory(folder.checkpoints) if job.pool.clients and keeps_for_itself(job.scheme.work) else None
     try:
         watch = Watch(job, follow)
+        if memory is not None:
+            if state.round:
+                memory.load(state.round)
+            train = partial(train_job, memory=memory)
     except FedVeilError:
         folder.release()
         raise
@@ -251,6 +258,8 @@ def train_into(
         if job.model_here and every and (last or now.round % every == 0 or now.round == config.rounds):
             if watch.best is not None:
                 watch.best.save(folder.checkpoints, fingerprint=fingerprint)
+            if memory is not None:  # first: a checkpoint without it is of no use
+                memory.save(now.round)
             save_checkpoint(folder.checkpoints, now, fingerprint=fingerprint)
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
             watch.callbacks.kept()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedveil.downlink.plain import Plain
+from fedveil.downlink.sketched import Sketched, SketchedLayers
 from fedveil.errors import ConfigError, spelled
+from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.client_held import dp_fedavg
@@ -14,6 +16,9 @@ from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, Ma
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.selected import Choice, Selected, SelectionNoise
+from fedveil.work.gradients import SketchedGradients
+from fedveil.work.losses import BinaryCrossEntropy
+from fedveil.work.polarised import Polarised
 
 _VARYING = (
     "σ_t = ρᵗ·min_i(2θ/|D_i|)·√(2q·ln(1/δ)·Σ_s ρ^(−2s))/ε (Yuan et al. 2023 with ParaAegis's numbers): no bound on an "
@@ -108,3 +113,65 @@ def ppdl(
     return replace(
         fedavg(setting, local=local), name="ppdl", uplink=uplink, caveats=Caveats(paper=_PER_VALUE if sparse else "")
     )
+
+
+@scheme(
+    "dbcl",
+    paper="DBCL, sketched weights (Zhang and Wang 2021), a baseline of accuracy-lossless perturbation",
+    summary="plain averaging of gradients; clients are sent each round's model in part, by a random sketch",
+    protects=(
+        "nothing that is proven: clients know the sketch, and rounds together show the whole model (measured); client "
+        "data from the server: not at all"
+    ),
+)
+def dbcl(
+    setting: Setting, *, sketch_ratio: int = 2, sketch_layers: SketchedLayers = "all", local: LocalOptions
+) -> Scheme:
+    """`fedavg` under a fresh sketch a round, of every layer or of the last linear one (`head`)."""
+    if not local.one_gradient:
+        raise ConfigError(
+            "A sketch takes exactly one gradient per round: it is undone at the broadcast point, and a second local "
+            "step would start from weights of which the server cannot tell what they are without it. Leave out "
+            f"{spelled('local_steps')} and {spelled('local_epochs')}, or take {spelled('scheme', 'fedavg')}."
+        )
+    plain, sketch = fedavg(setting, local=local), Sketched(sketch_ratio, sketch_layers)
+    work = SketchedGradients(setting.loss, setting.batches, setting.vectorise, sketch=sketch)
+    return replace(plain, name="dbcl", downlink=sketch, work=work)
+
+
+@scheme(
+    "spn",
+    paper="secret polarization network (Fan et al. 2020), a baseline of accuracy-lossless perturbation",
+    summary="plain averaging; every client trains on a private task too, by a head and codes of its own",
+    protects=(
+        "nothing that is proven: a gradient fits no public loss but in the last layer, and is read by closed forms all "
+        "the same; the model from nobody"
+    ),
+)
+def spn(
+    setting: Setting,
+    *,
+    private_bits: int = 64,
+    private_margin: float = 1.0,
+    private_weight: float = 1.0,
+    shared_weight: float = 1.0,
+    local: LocalOptions,
+) -> Scheme:
+    """`fedavg` with a hinge loss on B private numbers beside the shared loss."""
+    if isinstance(setting.loss, BinaryCrossEntropy):
+        raise ConfigError(
+            "A secret code belongs to one class, and here a sample has several labels: spn takes classes or numbers "
+            f"({spelled('loss', 'cross-entropy')}, {spelled('loss', 'square')})."
+        )
+    plain = fedavg(setting, local=local)
+    work = Polarised(
+        setting.loss,
+        setting.batches,
+        setting.schedule,
+        None if local.one_gradient else local.training(setting),
+        private_bits,
+        private_margin,
+        shared_weight,
+        private_weight,
+    )
+    return replace(plain, name="spn", work=work, caveats=Caveats(unprotected=(caveats.POLARISED,)))

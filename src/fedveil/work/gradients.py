@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,7 +15,8 @@ from fedveil.downlink.architecture import (
     TappedLinear,
     batch_norms,
 )
-from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, PublicHead, SketchBroadcast
+from fedveil.downlink.sketched import Sketched, sketched
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten, vectorising
 from fedveil.work.batches import Batches, convolves, has_random_layers, seeded_dropout
@@ -247,3 +248,29 @@ class Gradients(SideBySide):
         # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy.
         pixels = math.prod(workspace.architecture.input_shape[1:])
         return self.batches.batch_size(len(clients[0])) * pixels <= _VECTORISED_PIXELS
+
+
+@dataclass(frozen=True)
+class SketchedGradients(Gradients):
+    """The same of a model that came in sketches: what leaves is the part of the gradient within each, Ĝ·P/q.
+
+    A client of the cited scheme computes on x·S and has no more than Ĝ·S, which says the same.
+    """
+
+    sketch: Sketched = field(default_factory=Sketched)
+
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """Every client's contribution, projected."""
+        architecture, size = workspace.architecture, workspace.architecture.size
+        assert isinstance(broadcast, SketchBroadcast)
+        seed, device = broadcast.seed.cpu().numpy().tobytes(), broadcast.parameters.device
+        sketches = self.sketch.sketches(architecture, seed, device=device)
+        for position, vector in super().run_units(workspace, broadcast, clients, units, round=round):
+            if isinstance(vector, Tensor):
+                within = sketched(architecture, vector[:size], sketches)
+                for name in sketches:
+                    architecture.parameters.part(within, name).div_(self.sketch.ratio)
+                vector = torch.cat([within.to(vector), vector[size:]])
+            yield position, vector

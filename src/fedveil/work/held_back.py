@@ -25,7 +25,7 @@ from fedveil.tensors import LARGEST, Layout
 from fedveil.work.batches import mixed_seed
 from fedveil.work.gradients import objectives
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, LocalWork, ManyAtOnce, Units, Workspace, prepare
+from fedveil.work.messages import ClientData, LocalWork, ManyAtOnce, Units, Workspace, keeps_for_itself, prepare
 
 FIGURES = "figures"
 """The section of a contribution that holds the sums."""
@@ -99,6 +99,11 @@ class Judged(ManyAtOnce):
     def reports(self) -> bool:
         """As the work inside has it."""
         return self.inner.reports
+
+    @property
+    def keeps(self) -> bool:
+        """As the work inside has it."""
+        return keeps_for_itself(self.inner)
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """That of the work inside, with the figures before the weight.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from fedveil.downlink.architecture import (
 from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
-from fedveil.secrets import OsSecrets, SecretSource
+from fedveil.secrets import Guarded, OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout, all_in_range
 
 
@@ -69,6 +69,8 @@ class ClientData:
     source: Source | None = None
     augment: Augmentation | None = None
     held_back: ClientData | None = None
+    kept: KeptTensors | None = None
+    """What its work has kept of earlier rounds, and leaves for later ones, where it does (`keeps_for_itself`)."""
 
     @staticmethod
     def reading(client: int, source: Source) -> ClientData:
@@ -103,6 +105,15 @@ class ClientData:
         return self.x[chosen], self.y[chosen]
 
 
+class KeptTensors(Guarded):
+    """What local work keeps for itself from one round to the next; it never leaves the client but sealed."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self.tensors: Mapping[str, Tensor] = {} if tensors is None else tensors
+
+
 class LocalWork(Protocol):
     """What a client computes in a round, before the uplink protects it."""
 
@@ -135,6 +146,11 @@ class LocalWork(Protocol):
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """The same for many clients at once: (position, contribution or why there is none), in any order."""
+
+
+def keeps_for_itself(work: LocalWork) -> bool:
+    """Whether a client has to remember for its work what the server is not told."""
+    return bool(getattr(work, "keeps", False))
 
 
 @dataclass(eq=False)

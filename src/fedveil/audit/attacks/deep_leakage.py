@@ -3,18 +3,24 @@
 dlg         Deep Leakage from Gradients (Zhu et al. 2019): L-BFGS on inputs and soft labels
 idlg        the same after the labels were read (Zhao et al. 2020)
 inverting   Inverting Gradients (Geiping et al. 2020): cosine distance, total variation, signed Adam
+polarised   idlg against a private loss on what the last layer reads (Fan et al. 2020): whatever its head V and codes T
+            are, all it adds to the gradient comes through its derivative by the features h of each sample,
+            −(a₂/B)·Σ_b T[y, b]·V_b over the bits within the margin. So one free vector d for each sample stands for
+            every V and T, and ∇(loss + ⟨d, h⟩) is matched over inputs and d; labels are read off the last layer,
+            whose gradient the private loss does not touch
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, OnProgress, applicable, attack, silent
+from fedveil.audit.attack import SINGLE, AttackContext, OnProgress, ReferenceRun, applicable, attack, silent
 from fedveil.audit.attacks.closed_form import labels_of, read_closed_form, with_label
 from fedveil.audit.attacks.gradients import (
     MOST_READ,
@@ -35,6 +41,7 @@ from fedveil.audit.attacks.gradients import (
     squared_distance,
 )
 from fedveil.audit.views import View
+from fedveil.work.polarised import head_of, reading
 
 LEAST_PROGRESS = 1e-3
 
@@ -78,6 +85,25 @@ def inverting_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
     return read_by("inverting", observed_in(view, context), context)
 
 
+@attack(
+    "polarised",
+    sees="upload",
+    asset="data",
+    needs=("private head",),
+    reference=ReferenceRun(
+        "a secret polarization network whose private loss counts nothing, a sigmoid LeNet, one digit a client",
+        {**SINGLE, "scheme": "spn", "private_weight": 0.0, "model": "lenet-sigmoid", "loss": "cross-entropy"},
+        1,
+    ),
+    adaptive=True,
+    slow=True,
+    how="idlg that fits what a private loss adds, for any head and codes (ours)",
+)
+def polarised_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
+    """Inputs, and for each a free direction of its features."""
+    return read_by("polarised", observed_in(view, context), context)
+
+
 def read_by(name: str, seen: Observed, context: AttackContext) -> dict[str, Tensor]:
     """Run the attack `name` of `READERS` on what was observed."""
     problem = problem_from(seen, context, most=MOST_READ if name == "closed-form" else MOST_SAMPLES)
@@ -103,6 +129,8 @@ class Search:
     restarts: int = 4
     good_enough: float = 1e-8
     patience: int = 3
+    private: bool = False
+    """Whether something private was added to the loss, by what the last layer reads."""
 
 
 QUICK_SEARCH = Search(steps=25, restarts=2)
@@ -144,6 +172,19 @@ def idlg(
     return dlg(read, generator=generator, quick=quick, search=search, progress=progress)
 
 
+def polarised(
+    problem: Problem,
+    *,
+    generator: torch.Generator,
+    quick: bool = False,
+    search: Search | None = None,
+    progress: OnProgress = silent,
+) -> Reconstruction:
+    """As `idlg`, with a free vector d on the features of each sample: a private loss adds ⟨d, h⟩ to the first order."""
+    search = replace(search or (QUICK_SEARCH if quick else Search()), private=True)
+    return idlg(problem, generator=generator, search=search, progress=progress)
+
+
 def _search(
     problem: Problem,
     module: nn.Module,
@@ -159,20 +200,24 @@ def _search(
     if labels is None:
         noise = torch.randn(logits.shape, generator=generator, dtype=torch.float64, device=generator.device)
         logits = noise.to(x.device).requires_grad_(True)
-    optimiser = torch.optim.LBFGS(
-        [x] if labels is not None else [x, logits], max_iter=search.inner, line_search_fn="strong_wolfe"
-    )
+    head = head_of(module) if search.private else None
+    width = 0 if head is None else head.in_features
+    added = torch.zeros(problem.batch, width, dtype=torch.float64, device=x.device).requires_grad_(head is not None)
+    fitted = [variable for variable in (x, logits, added) if variable.requires_grad]
+    optimiser = torch.optim.LBFGS(fitted, max_iter=search.inner, line_search_fn="strong_wolfe")
 
     def value() -> Tensor:
-        output = module(x)
+        with nullcontext() if head is None else reading(head) as read:
+            output = module(x)
         loss = problem.loss.mean(output, labels) if labels is not None else _soft(problem, output, logits)
+        if read is not None:
+            loss = loss + (read.features(output) * added).sum() / problem.batch
         return distance(gradient_at(module, loss), observed)
 
     def closure() -> Tensor:
         mismatch = value()
-        for variable in (x, logits):
-            if variable.requires_grad:
-                (variable.grad,) = torch.autograd.grad(mismatch, variable, retain_graph=True)
+        for variable, slope in zip(fitted, torch.autograd.grad(mismatch, fitted), strict=True):
+            variable.grad = slope
         return mismatch.detach()
 
     lowest, since, kept = float("inf"), 0, (x.detach().clone(), logits.detach().clone())
@@ -296,5 +341,6 @@ READERS: Mapping[str, Callable[[Problem, AttackContext], Reconstruction]] = {
     "dlg": _searching(dlg),
     "idlg": _searching(idlg),
     "inverting": _searching(inverting),
+    "polarised": _searching(polarised),
 }
 """How a gradient is read, by name."""

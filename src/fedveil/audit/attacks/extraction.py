@@ -46,7 +46,7 @@ def received_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
     seen = seen_by(view, ClientView)
     _, module, _ = held_model(seen, device=context.device)
     with torch.no_grad():
-        parts = torch.split(fitting(module, _queries(seen)), _AT_ONCE)
+        parts = torch.split(fitting(module, asked_of(seen)), _AT_ONCE)
         outputs = torch.cat([module(part).to(CPU, torch.float64) for part in parts])
     context.progress(1.0)
     return {"received": outputs}
@@ -80,7 +80,7 @@ def calibration_attack(view: View, context: AttackContext, *, counts: Sequence[i
         broadcast,
         inputs=fitting(module, x),
         labels=y,
-        queries=fitting(module, _queries(seen)),
+        queries=fitting(module, asked_of(seen)),
         counts=_counts(counts, len(x)),
         target_scale=seen.facts.target_scale,
         module=module,
@@ -108,7 +108,7 @@ def probe_attack(view: View, context: AttackContext, *, counts: Sequence[int] | 
     x, y = labelled(seen)
     if y is None:
         raise NotApplicableError("no labels: a head cannot be fitted without them")
-    queries = _queries(seen)
+    queries = asked_of(seen)
     architecture, module, _ = held_model(seen, device=context.device)
     own, asked = (read_head(architecture, module, fitting(module, inputs)).to(CPU) for inputs in (x, queries))
     wanted, results = _counts(counts, len(x)), {}
@@ -137,7 +137,8 @@ def parameters_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
     return {"parameters": flatten([parameter.detach() for parameter in module.parameters()]).to(CPU, torch.float64)}
 
 
-def _queries(view: ClientView) -> Tensor:
+def asked_of(view: ClientView) -> Tensor:
+    """The inputs whose outputs are wanted."""
     queries = view.known.get("queries")
     if queries is None or not len(queries):
         raise ConfigError("The view holds no queries: put the inputs whose outputs are wanted into known['queries'].")
@@ -169,10 +170,15 @@ def held_model(view: ClientView, *, device: torch.device = CPU) -> tuple[Archite
     if not sent:
         raise NotApplicableError(f"no model: client {view.client} was sent none in the recorded rounds")
     broadcast = sent[-1].broadcast
+    return architecture, ready(view, architecture, broadcast, device=device), broadcast
+
+
+def ready(view: ClientView, architecture: Architecture, broadcast: Broadcast, *, device: torch.device) -> nn.Module:
+    """A received model as a client can evaluate it, or what it has made of one."""
     module = received(architecture, broadcast).to(device)
     if not broadcast.statistics.numel():
         _settle_statistics(module, inputs_at_hand(view))
-    return architecture, module, broadcast
+    return module
 
 
 def calibrated(view: ClientView, *, device: torch.device = CPU) -> nn.Module:
