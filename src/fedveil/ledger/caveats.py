@@ -93,6 +93,18 @@ UNCLIPPED = "every client's gradient is assumed to have norm at most S; nobody c
 HEAD_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
 SCALES_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
 
+DEALER = (
+    "the client that deals the key keeps it to itself: it knows all of it, and can open every upload (a trusted dealer, "
+    "once a run)"
+)
+PRODUCT = (
+    "the server has clients decrypt the product of what they sent: they are shown whose it is and decrypt once a "
+    "round, but cannot check the product, and a server that shows another one opens that"
+)
+UNPROVEN_SUM = (
+    "the sum's integrity: nobody proves that it has encrypted or decrypted as it should (values beyond what clients may "
+    "send are noticed)"
+)
 LATTICE = "CKKS with the parameters chosen is secure (128 bits by the HomomorphicEncryption.org tables)"
 SHARED_KEY = (
     "against the server alone and outsiders: no client gives away the secret key, which all of them share and which "
@@ -161,6 +173,19 @@ def noise_circle(circle: Circle, colluders: int) -> str:
             f"2^-{AWAY_BITS} a round, in which a few are charged more"
         )
     return f"{said}{who}, and {away}"
+
+
+def threshold_key(bits: int, quorum: int, clients: int) -> str:
+    """On what hiding under a key rests that clients hold together."""
+    return (
+        f"threshold Paillier with a key of {bits:,} bits is secure (computational), and fewer than {quorum} of all "
+        f"{clients} clients side with the server: so many shares decrypt whatever they like"
+    )
+
+
+def short_key(bits: int) -> str:
+    """What a key of a simulation is worth."""
+    return f"all of it: a key of {bits:,} bits can be found out, and is for simulations only (--key-bits 2048)"
 
 
 def groups(count: int, size: int) -> str:

@@ -17,6 +17,7 @@ from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.secrets import Guarded
 
 if TYPE_CHECKING:
+    from fedveil.crypto.paillier import Share
     from fedveil.protocol.key_agreement import Keyring
 
 _PURPOSE = "client state"
@@ -37,7 +38,8 @@ class ClientState:
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
     what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
     and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
-    attempts at it included, where a round's clients are in groups.
+    attempts at it included, where a round's clients are in groups. `share` is its part of a key that clients hold
+    together.
     """
 
     client: int
@@ -57,6 +59,7 @@ class ClientState:
     epoch: int = -1
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
+    share: Share | None = None
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -120,6 +123,7 @@ class ClientState:
         facts |= {
             "keys": None if self.keys is None else self.keys.stored(),
             "group": None if self.group is None else self.group.stored(),
+            "share": None if self.share is None else self.share.stored(),
             "held": None if self.held is None else self.held.facts(),
             "pending": None if self.pending is None else self.pending.facts(),
         }
@@ -129,19 +133,22 @@ class ClientState:
     def unseal(sealed: bytes, key: bytes) -> ClientState:
         """The state back; damaged or foreign bytes are refused."""
         from fedveil.crypto.keys import unseal
+        from fedveil.crypto.paillier import Share
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
-        facts = {"grouped": [], **facts}  # which earlier versions did not know
+        facts = {"grouped": [], "share": None, **facts}  # which earlier versions did not know
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
-            keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
+            names = ("keys", "group", "held", "pending", "share")
+            keys, group, held, pending, share = (known[name] for name in names)
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort", "grouped")}
             known |= {
                 "keys": None if keys is None else Keyring.restored(known["client"], keys),
                 "group": None if group is None else Group.restored(group),
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
+                "share": None if share is None else Share.restored(share),
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:

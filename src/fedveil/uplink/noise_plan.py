@@ -170,6 +170,16 @@ class Target:
         return self.decay, self.rounds, first, last
 
 
+def dishonest(count: int, share: float) -> int:
+    """How many of so many clients that share is, at least."""
+    return math.ceil(share * count - 1e-9)
+
+
+def smallest_sum(count: int, colluders: int) -> int:
+    """Of how many of `count` clients a sum is that they decrypt together: as many as are honest, and two of those."""
+    return min(max(count - colluders, colluders + 2), count)
+
+
 @dataclass(frozen=True)
 class NoisePlan:
     """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
@@ -181,6 +191,8 @@ class NoisePlan:
 
     `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
     others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
+
+    `decrypted` says that clients open the sum together, of at least `smallest_sum` of them.
 
     `graph` says by which rules pairs are made, so that a journal's rounds stay what they were: "everybody" are those
     from before there were circles, in which noise was also sized by estimates.
@@ -200,6 +212,7 @@ class NoisePlan:
     asked: int | None = None
     draws: int = 1 << 34
     graph: Rules = "circle"
+    decrypted: bool = False
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -222,7 +235,12 @@ class NoisePlan:
             raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
 
     def removable(self, count: int) -> int:
-        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself."""
+        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself.
+
+        Of a sum that clients decrypt, all but the smallest they do that for.
+        """
+        if self.decrypted:
+            return count - smallest_sum(count, dishonest(max(count, self.asked or 0), self.collusion))
         if self.quorum is None:
             return 0
         holders = min(default_degree(count) if self.neighbours is None else self.neighbours, count - 1)
@@ -312,8 +330,16 @@ class NoisePlan:
 
     def paper_scale(self, sensitivity: float, round: int | None = None) -> float:
         """The papers' s: S·√(4·T·ln(1/δ))/ε for pairs (two queries a round), S·√(2·q·T·ln(1/δ))/ε for local noise,
-        S·√(2·T·ln(1/δ))/ε for noise added once. Where it shrinks, T is Σ_s ρ^(2(t − s)) in round t."""
+        S·√(2·T·ln(1/δ))/ε for noise added once. Where it shrinks, T is Σ_s ρ^(2(t − s)) in round t.
+
+        Where n clients decrypt the sum, t of them honest, each adds S·√(2·ln(1.25/δ))/(ε·√(t − 1)) in every round.
+        """
         target = self.target
+        if self.decrypted:
+            count = max(self.asked or 0, 2)
+            others = max(count - dishonest(count, self.collusion) - 1, 1)
+            sigma = math.sqrt(2 * math.log(1.25 / target.delta)) / target.epsilon
+            return sensitivity * sigma * math.sqrt(count / others) * target.decay ** (round or 0)
         count = replace(target, participations=target.rounds).affordable(round)
         rounds = {"pairs": 2.0 * count, "local": target.rate * count, "sum": count}
         return sensitivity * paper_sigma(target.epsilon, target.delta, rounds[self.layout])
@@ -383,7 +409,8 @@ def _unscaled(
     """Shared noise in units of the sum's, and the μ² of whoever is worst off under it, where the plan is exact."""
     count, reach, nobody = len(members), _reach(sensitivity), np.empty(0, dtype=np.int64)
     by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
-    residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
+    sized = plan.accounting == "paper" and not plan.decrypted
+    residual = by_size if sized else np.full(count, 1 / count)
     if plan.layout == "sum":
         unit = NoiseLayout(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
