@@ -28,24 +28,35 @@ from fedveil.runs.loop import client_role
 from fedveil.schemes import find, schemes
 from fedveil.shapes import words
 from fedveil.tensors import Layout
+from fedveil.uplink.lwe import LweUpload
 from fedveil.uplink.noised import Repair, Repaired
 from fedveil.uplink.selected import SelectedUpload
+from fedveil.uplink.threshold import Deal, Dealt, Decrypt, Decrypted, EncryptedUpload, SealedShare, Taken, TakeShare
 from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
 INSIDE = {Broadcast: "train", ClipBroadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
-REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
-REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired)
+REQUESTS = (
+    *(Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair),
+    *(Deal, TakeShare, SealedShare, Decrypt),
+)
+REPLIES = (
+    *(Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired),
+    *(Dealt, Taken, EncryptedUpload, Decrypted, LweUpload),
+)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {
     MaskedUpload: "upload",
     SelectedUpload: "upload",
+    EncryptedUpload: "upload",
+    LweUpload: "upload",
 }
 COMMON = {Train, Upload}
 SIZES = {Hello, Directory, Announce, Ready}
 KEYS = SIZES | {Nonce, Nonces}
 REPAIR = {Repair, Repaired}
+KEY = {Deal, Dealt, TakeShare, SealedShare, Taken, EncryptedUpload, Decrypt, Decrypted}
 MASKS = {MaskedUpload, Unmask, Relayed, Revealed, Evidence}
 # The message classes that each scheme sends, where every client arrives in one round and one is missing in another.
 SPEAKS: dict[str, set[type]] = {
@@ -64,6 +75,9 @@ SPEAKS: dict[str, set[type]] = {
     "mp-cdp": COMMON | SIZES,
     "secagg": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg": (COMMON | KEYS | MASKS) - {Upload},
+    "tp-smc": (COMMON | KEYS | KEY) - {Upload},
+    "pile": (COMMON | KEYS | KEY) - {Upload},
+    "lwe-secagg": (COMMON | KEYS | MASKS | {LweUpload}) - {Upload, MaskedUpload},
     "veil-dp": COMMON | KEYS | REPAIR,
     "veil-dp, masks": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg, on dropout": (COMMON | KEYS | MASKS) - {Upload, Evidence},
@@ -78,7 +92,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dp-fedavg, adaptive": {"scheme": "dp-fedavg", "adaptive_clip": True},
 }
 NOISED = {
-    *("ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant"),
+    *("ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "tp-smc", "lwe-secagg"),
     *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
 }
 
@@ -268,7 +282,7 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
     plain = {
-        *("fedavg", "secagg", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
+        *("fedavg", "secagg", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant", "tp-smc", "lwe-secagg"),
         *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
     }
     for name in SPEAKS:

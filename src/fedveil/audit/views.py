@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedveil.client_held.ciphers
 import fedveil.client_held.group
 import fedveil.client_held.messages
+import fedveil.uplink.lwe
 import fedveil.uplink.masked
 import fedveil.uplink.noised
 import fedveil.uplink.threshold  # noqa: F401

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -116,7 +117,7 @@ def safe_prime(bits: int, stream: SecretStream) -> int:
 
 
 @dataclass(frozen=True)
-class PublicKey:
+class Modulus:
     """The modulus N, of which everybody knows that `quorum` of `holders` decrypt."""
 
     modulus: int
@@ -124,12 +125,12 @@ class PublicKey:
     quorum: int
 
     @staticmethod
-    def from_bytes(content: bytes, *, bits: int, holders: int, quorum: int) -> PublicKey:
+    def from_bytes(content: bytes, *, bits: int, holders: int, quorum: int) -> Modulus:
         """A key as it travels; refuses what is no modulus of so many bits."""
         modulus = int.from_bytes(content, "big")
         if len(content) != bits // 8 or modulus.bit_length() != bits or not modulus % 2:
             raise ProtocolError(f"a public key is no odd number of {bits} bits")
-        return PublicKey(modulus, holders, quorum)
+        return Modulus(modulus, holders, quorum)
 
     def to_bytes(self) -> bytes:
         """Big-endian, as many bytes as it has."""
@@ -204,24 +205,22 @@ class PublicKey:
         return above // under
 
 
-class Share(Guarded):
+class KeyShare(Guarded):
     """One holder's part of the key that decrypts; the dealer's own also has the primes, to deal further ones by.
 
     `run` is whose it is, and `sent` how many ciphertexts its holder has sent last.
     """
 
-    def __init__(
-        self, run: str, public: PublicKey, value: int, primes: tuple[int, ...] = (), *, sent: int = 0
-    ) -> None:
+    def __init__(self, run: str, public: Modulus, value: int, primes: tuple[int, ...] = (), *, sent: int = 0) -> None:
         self.run = run
         self.public = public
         self.sent = sent
         self._value = value
         self._primes = primes
 
-    def having_sent(self, count: int) -> Share:
+    def having_sent(self, count: int) -> KeyShare:
         """The same after so many ciphertexts were sent."""
-        return Share(self.run, self.public, self._value, self._primes, sent=count)
+        return KeyShare(self.run, self.public, self._value, self._primes, sent=count)
 
     def partial(self, ciphertexts: Iterable[int]) -> list[int]:
         """This holder's partial decryptions."""
@@ -234,7 +233,7 @@ class Share(Guarded):
             raise ProtocolError("a client that has not dealt the keys was asked to deal them")
         return _share_of(holder, self.public, self._primes, stream).to_bytes(self.public.width, "big")
 
-    def stored(self) -> dict[str, object]:
+    def stored(self) -> dict[str, Any]:
         """Everything needed to hold it again; only ever written sealed."""
         public = self.public
         return {
@@ -246,19 +245,18 @@ class Share(Guarded):
         }
 
     @staticmethod
-    def restored(fields: Mapping[str, object]) -> Share:
+    def restored(fields: Mapping[str, Any]) -> KeyShare:
         """The share that `stored` described."""
         try:
-            modulus, holders, quorum = fields["key"]  # type: ignore[misc]
-            primes = tuple(int(prime, 16) for prime in fields["primes"])  # type: ignore[attr-defined]
-            public = PublicKey(int(modulus, 16), int(holders), int(quorum))
-            sent, value = int(fields["sent"]), int(str(fields["value"]), 16)  # type: ignore[call-overload]
-            return Share(str(fields["run"]), public, value, primes, sent=sent)
+            modulus, holders, quorum = fields["key"]
+            primes = tuple(int(prime, 16) for prime in fields["primes"])
+            public = Modulus(int(modulus, 16), int(holders), int(quorum))
+            return KeyShare(str(fields["run"]), public, int(fields["value"], 16), primes, sent=int(fields["sent"]))
         except (KeyError, ValueError, TypeError) as reason:
             raise ProtocolError("a share of a key is malformed") from reason
 
 
-def _share_of(holder: int, public: PublicKey, primes: Sequence[int], stream: SecretStream) -> int:
+def _share_of(holder: int, public: Modulus, primes: Sequence[int], stream: SecretStream) -> int:
     """f(holder + 1), with the polynomial's coefficients from the stream."""
     modulus = public.modulus
     order = math.prod((prime - 1) // 2 for prime in primes)
@@ -270,11 +268,11 @@ def _share_of(holder: int, public: PublicKey, primes: Sequence[int], stream: Sec
     return value
 
 
-def key_of(primes: Sequence[int], *, holders: int, quorum: int) -> PublicKey:
+def key_of(primes: Sequence[int], *, holders: int, quorum: int) -> Modulus:
     """The public key of two safe primes."""
     if not 1 <= quorum <= holders <= MOST_HOLDERS:
         raise ConfigError(f"{quorum} of {holders} clients cannot hold a key: at most {MOST_HOLDERS:,} do.")
-    return PublicKey(math.prod(primes), holders, quorum)
+    return Modulus(math.prod(primes), holders, quorum)
 
 
 def fresh_primes(bits: int, stream: SecretStream) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.secrets import Guarded
 
 if TYPE_CHECKING:
-    from fedveil.crypto.paillier import Share
+    from fedveil.crypto.paillier import KeyShare
     from fedveil.protocol.key_agreement import Keyring
 
 _PURPOSE = "client state"
@@ -59,7 +59,7 @@ class ClientState:
     epoch: int = -1
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
-    share: Share | None = None
+    share: KeyShare | None = None
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -133,7 +133,7 @@ class ClientState:
     def unseal(sealed: bytes, key: bytes) -> ClientState:
         """The state back; damaged or foreign bytes are refused."""
         from fedveil.crypto.keys import unseal
-        from fedveil.crypto.paillier import Share
+        from fedveil.crypto.paillier import KeyShare
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
@@ -148,7 +148,7 @@ class ClientState:
                 "group": None if group is None else Group.restored(group),
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
-                "share": None if share is None else Share.restored(share),
+                "share": None if share is None else KeyShare.restored(share),
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:

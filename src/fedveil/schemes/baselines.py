@@ -14,8 +14,10 @@ from fedveil.schemes.hardened import veil_secagg
 from fedveil.schemes.options import AdaptiveOptions, DpOptions, HeadOptions, KeyOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.lwe import WORD_BITS, LweMasked
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.selected import Choice, Selected, SelectionNoise
+from fedveil.uplink.unmasking import Quorum
 
 _VARYING = (
     "σ_t = ρᵗ·min_i(2θ/|D_i|)·√(2q·ln(1/δ)·Σ_s ρ^(−2s))/ε (Yuan et al. 2023 with ParaAegis's numbers): no bound on an "
@@ -119,10 +121,11 @@ def ppdl(
 @scheme(
     "tp-smc",
     paper="hybrid approach (Truex et al. 2019), threshold Paillier of Damgård and Jurik 2001, a baseline of MP-DP",
-    summary="plain model down; up, clipped and with a share of the noise, encrypted: a quorum of clients decrypts the sum",
+    summary="plain model down; up, clipped, with a share of the noise, encrypted: a quorum of clients decrypts the sum",
     protects=(
-        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from a server "
-        "with fewer clients than a quorum (computational, one client is trusted to deal the key); the model from nobody"
+        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from a "
+        "server with fewer clients than a quorum (computational, one client is trusted to deal the key); the model "
+        "from nobody"
     ),
 )
 def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOptions) -> Scheme:
@@ -168,3 +171,43 @@ def pile(
         setting, head_groups=head_groups, head=head, spread=spread, masking=MaskOptions(), local=LocalOptions()
     )
     return replace(veiled, name="pile", uplink=key.uplink(setting, value_range))
+
+
+@scheme(
+    "lwe-secagg",
+    paper="secure aggregation by learning with errors (Stevens et al. 2022), a baseline of ParaAegis",
+    summary="plain model down; up, clipped, behind masks whose errors are the noise; their secrets under pair masks",
+    protects=(
+        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from the "
+        "server (computational); the model from nobody"
+    ),
+)
+def lwe_secagg(
+    setting: Setting,
+    *,
+    dp: DpOptions,
+    masking: MaskOptions,
+    collusion: float = COLLUSION,
+    lwe_dimension: int = 1024,
+    local: LocalOptions,
+) -> Scheme:
+    """The noise of `veil-dp --cover masks` without its veil, in words of 32 bits."""
+    plan = NoisePlan(
+        dp.target(setting),
+        "sum",
+        dp.accounting,
+        collusion=collusion,
+        neighbours=masking.neighbours,
+        quorum=masking.threshold,
+        asked=setting.cohort,
+        word_bits=WORD_BITS,
+    )
+    uplink = LweMasked(
+        unmask=masking.unmask,
+        quorum=Quorum(masking.threshold),
+        degree=masking.neighbours,
+        noise=plan,
+        collusion=max(collusion, COLLUSION),
+        dimension=lwe_dimension,
+    )
+    return Scheme(name="lwe-secagg", downlink=Plain(), work=local.clipped(setting, dp.clip), uplink=uplink)

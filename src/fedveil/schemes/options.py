@@ -28,7 +28,6 @@ from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 
-
 SIMULATED_BITS = 256
 """Of a key in a simulation: sums are the same under any."""
 

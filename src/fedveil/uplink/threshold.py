@@ -2,7 +2,7 @@
 
 Before the first round (`Dealing`; the server relays what it cannot open)
 
-    Deal → Dealt             one client, the dealer, makes the key once a run: the modulus, and a share for every client,
+    Deal → Dealt             one client, the dealer, makes the key once a run: the modulus, and a share for everybody,
                              each sealed under the secret that the two of them have
     TakeShare → Taken        everybody is told the modulus and handed its share. Who comes later is dealt one then
 
@@ -38,9 +38,9 @@ from torch import Tensor
 from fedveil.crypto.paillier import (
     KEY_BITS,
     MOST_HOLDERS,
+    KeyShare,
+    Modulus,
     Packing,
-    PublicKey,
-    Share,
     check_key_bits,
     fresh_primes,
     key_of,
@@ -157,13 +157,13 @@ class ThresholdPaillier(Uplink):
     """Sums under a key of `key_bits` that `quorum` of all `holders` open; with `noise`, integer Gaussian noise in them.
 
     A share `collusion` of a round's clients, and of all of them, may side with the server. Without noise, numbers
-    beyond ± `value_range` are cut off. `asked` is how many clients a round asks.
+    beyond ± `value_range` are cut off. `cohort` is how many clients a round asks.
     """
 
     key_bits: int = KEY_BITS
     collusion: float = COLLUSION
     holders: int = 0
-    asked: int = 0
+    cohort: int = 0
     value_range: float = 2.0**24
     noise: NoisePlan | None = None
 
@@ -195,11 +195,11 @@ class ThresholdPaillier(Uplink):
 
     def fewest(self, count: int) -> int:
         """Of how many of a round's `count` clients a sum is at least."""
-        return smallest_sum(count, dishonest(max(count, self.asked), self.collusion))
+        return smallest_sum(count, dishonest(max(count, self.cohort), self.collusion))
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Two honest clients must be in every sum, and a quorum in every round."""
-        among = max(clients, self.asked, asked or 0)
+        among = max(clients, self.cohort, asked or 0)
         against = dishonest(among, self.collusion)
         if clients < 3 or clients - against < 2:
             raise ConfigError(
@@ -235,9 +235,9 @@ class ThresholdPaillier(Uplink):
         """Server side: how clients come to have their shares."""
         return KeyDealing(self)
 
-    def public_key(self, content: bytes) -> PublicKey:
+    def public_key(self, content: bytes) -> Modulus:
         """The run's key; refuses bytes that are none."""
-        return PublicKey.from_bytes(content, bits=self.key_bits, holders=self.holders, quorum=self.quorum)
+        return Modulus.from_bytes(content, bits=self.key_bits, holders=self.holders, quorum=self.quorum)
 
     def _packing(self, context: RoundContext, terms: Terms) -> tuple[FixedPoint, Packing]:
         """The grid of a round and the slots on it: public facts, the same for everybody."""
@@ -310,9 +310,9 @@ class ThresholdPaillier(Uplink):
             made = _stream(state, "primes")
             primes = fresh_primes(self.key_bits, made)
             public = key_of(primes, holders=self.holders, quorum=self.quorum)
-            whole = Share(ring.run, public, 0, primes)
+            whole = KeyShare(ring.run, public, 0, primes)
             own = int.from_bytes(whole.dealt(state.client, _stream(state, "polynomial")), "big")
-            share = Share(ring.run, public, own, primes)
+            share = KeyShare(ring.run, public, own, primes)
         bundles = {}
         for newcomer in request.newcomers.tolist():
             if newcomer != state.client:
@@ -338,17 +338,17 @@ class ThresholdPaillier(Uplink):
         if len(content) != public.width:
             raise ProtocolError("a share of a key has another length than it should")
         if held is None or held.run != run:
-            held = Share(run, public, int.from_bytes(content, "big"))
+            held = KeyShare(run, public, int.from_bytes(content, "big"))
         return replace(state, share=held), Taken(state.client, from_bytes(_digest(public)))
 
-    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> EncryptedSum:
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> CiphertextProduct:
         """A product of ciphertexts."""
         codec, packing = self._packing(context, terms)
-        return EncryptedSum(self.public_key(context.public), codec, packing, terms.layout.length, context)
+        return CiphertextProduct(self.public_key(context.public), codec, packing, terms.layout.length, context)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """Ask a quorum to decrypt; where somebody does not, as many others as are then short."""
-        assert isinstance(total, EncryptedSum)
+        assert isinstance(total, CiphertextProduct)
         if not total.contributors:
             needed = self.fewest(len(context.cohort))
             if len(gathered.arrived) < needed:
@@ -374,7 +374,7 @@ class ThresholdPaillier(Uplink):
         )
 
 
-def _share(state: ClientState) -> Share:
+def _share(state: ClientState) -> KeyShare:
     if state.share is None or state.share.run != state.ring().run:
         raise ProtocolError(f"client {state.client} was asked to work before it was dealt its share of the key")
     return state.share
@@ -394,19 +394,19 @@ def _sealing_key(state: ClientState, *, dealer: int, holder: int) -> bytes:
     return state.ring().pair(other).seed(round=0, attempt=0, purpose=_purpose(dealer, holder))
 
 
-def _digest(public: PublicKey) -> bytes:
+def _digest(public: Modulus) -> bytes:
     return hashlib.sha256(b"fedveil threshold key 1" + public.to_bytes()).digest()
 
 
-def _octets(public: PublicKey, numbers: Sequence[int]) -> Tensor:
+def _octets(public: Modulus, numbers: Sequence[int]) -> Tensor:
     return from_bytes(public.written(numbers)).reshape(-1, public.width)
 
 
-class EncryptedSum(Inbox[Any]):
+class CiphertextProduct(Inbox[Any]):
     """Π of ciphertexts, and the partial decryptions that open it."""
 
     def __init__(
-        self, public: PublicKey, codec: FixedPoint, packing: Packing, length: int, context: RoundContext
+        self, public: Modulus, codec: FixedPoint, packing: Packing, length: int, context: RoundContext
     ) -> None:
         self._public, self._codec, self._packing, self._length = public, codec, packing, length
         self._context = context
@@ -520,4 +520,3 @@ class KeyDealing(Dealing):
         assert answer is not None
         self.refused.update(answer.refused)
         self._holders += answer.arrived
-
