@@ -79,7 +79,7 @@ def test_an_upload_is_four_bytes_a_number_and_eight_of_the_secret() -> None:
     length = one.scheme.layout(one.architecture).length
     assert {tuple(said.hidden.shape) for said in sent} == {(length - 1, 4)}
     assert {said.payload.numel() for said in sent} == {1024}
-    # One upload is uniform to who has no secret: of its bytes, a chi-square of 255 degrees beyond 370 is a chance of 3e-6.
+    # Uniform to who has no secret: a chi-square of 255 degrees of freedom is beyond 370 with a chance of 3·10⁻⁶.
     every = np.concatenate([said.hidden.numpy().ravel() for said in sent])
     counts = np.bincount(every, minlength=256)
     assert float(((counts - len(every) / 256) ** 2).sum() / (len(every) / 256)) < 370
