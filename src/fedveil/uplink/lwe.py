@@ -144,7 +144,7 @@ class LweMasked(Masked):
             protection="noised",
         )
         covers = dict.fromkeys(layout.names, cover)
-        covers["weight"] = Cover(what="how many samples it has: as announced, and not sent again", about="public")
+        covers["weight"] = Cover(hiding="not sent: it was announced before", protection="masked")
         return (
             *releases_of(LweUpload, sections=layout.names, covers=covers),
             *releases_of_all(*UNMASKING_MESSAGES, *((Evidence,) if self.unmask == "always" else ())),
