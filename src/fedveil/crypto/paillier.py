@@ -101,7 +101,7 @@ def below(limit: int, stream: SecretStream) -> int:
 def safe_prime(bits: int, stream: SecretStream) -> int:
     """A prime p of so many bits, the upper two of them set, of which (p − 1)/2 is prime too.
 
-    Of 1,024 bits it takes seconds with gmpy2, else half a minute or so.
+    Of 1,024 bits it takes a second or less with gmpy2, else some.
     """
     power, least = _power(), 3 << (bits - 3)
     while True:

@@ -87,6 +87,12 @@ class LweUpload(MaskedUpload):
     ]
     hidden: Annotated[Tensor, octets("contribution", WORD_BITS // 8), SECTIONS]
 
+    def dense(self, length: int) -> Tensor:
+        """The words that hide the contribution, at the upper end of 64 bits; the weight is not sent."""
+        words = torch.zeros(length, dtype=torch.int64)
+        words[:-1] = self.hidden.cpu().contiguous().view(torch.int32).flatten().to(torch.int64) << (64 - WORD_BITS)
+        return words
+
 
 @dataclass(frozen=True)
 class LweMasked(Masked):

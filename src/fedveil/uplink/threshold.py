@@ -128,6 +128,13 @@ class EncryptedUpload(Upload):
 
     released_as = "upload"
 
+    def dense(self, length: int) -> Tensor:
+        """All that an onlooker has in place of numbers: the words of the ciphertexts."""
+        content = torch.zeros(8 * length, dtype=torch.uint8)
+        sent = self.payload.cpu().flatten()[: len(content)]
+        content[: len(sent)] = sent
+        return content.view(torch.int64)
+
 
 @message
 @dataclass(frozen=True, eq=False)
