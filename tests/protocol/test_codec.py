@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedveil.schemes  # noqa: F401 (their parts register every message)
 from fedveil.client_held import messages as dividing
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
