@@ -70,7 +70,7 @@ def test_two_missing_are_too_many_for_a_sum_and_too_few_decrypt_nothing() -> Non
         (away(Train, 1, 2), "3 of 4 needed uploads"),
         (away(Decrypt, 0, 1, 2, 4), "1 of 2 needed partial decryptions"),
     ):
-        _, rounds = trained(small("pile", rounds=1), absent=absent)
+        _, rounds = trained(small("tp-smc", rounds=1), absent=absent)
         assert why in rounds[0].failed
 
 
@@ -97,7 +97,7 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT.values(), ids=SPOILT)
 @pytest.mark.parametrize(("kind", "field"), [(EncryptedUpload, "payload"), (Decrypted, "partial")], ids=["up", "down"])
 def test_what_is_no_ciphertext_is_refused_and_the_round_goes_on(kind: type[Any], field: str, how: Any) -> None:
-    _, rounds = trained(small("pile", rounds=2), reorder=changed(kind, field, how))
+    _, rounds = trained(small("tp-smc"), reorder=changed(kind, field, how))
     assert [done.failed for done in rounds] == ["", ""]
     refused = [done.gathered.refused for done in rounds if done.gathered.refused]
     assert refused
@@ -109,7 +109,7 @@ def test_forged_ciphertexts_and_partial_decryptions_spoil_the_round_and_not_the_
     kind: type[Any], field: str
 ) -> None:
     """Any other unit modulo N² is a ciphertext of something, mostly beyond what clients may send."""
-    one = small("pile", rounds=1)
+    one = small("tp-smc", rounds=1)
     before = server_of(one).state.weights.parameters.clone()
     forged = changed(kind, field, lambda payload: torch.cat([torch.zeros_like(payload[:, :1]), payload[:, 1:]], 1))
     state, (done,) = trained(one, reorder=forged)
@@ -118,14 +118,14 @@ def test_forged_ciphertexts_and_partial_decryptions_spoil_the_round_and_not_the_
 
 
 def test_who_has_taken_a_share_of_another_key_takes_no_part() -> None:
-    _, rounds = trained(small("pile"), reorder=changed(Taken, "digest", torch.zeros_like))
+    _, rounds = trained(small("tp-smc"), reorder=changed(Taken, "digest", torch.zeros_like))
     assert [done.gathered.arrived for done in rounds] == [(0, 2, 3, 4)] * 2
 
 
 @pytest.fixture(scope="module")
 def answered() -> tuple[Job, ClientState, Decrypt]:
     """Client 0, which has uploaded in a round and is about to be asked to decrypt, and the request."""
-    one = small("pile", rounds=1)
+    one = small("tp-smc", rounds=1)
     engine, steps = LocalEngine(client_role(one), one.pool), server_of(one).run()
     ask = next_ask(steps)
     while not isinstance(ask.common, Decrypt):
@@ -208,7 +208,7 @@ def test_who_comes_later_is_dealt_a_share_of_the_same_key() -> None:
         count += type(ask).__name__ == "Train" and client == 0
         return client == 4 and count < 10
 
-    _, rounds = trained(small("pile", rounds=12), absent=absent)
+    _, rounds = trained(small("tp-smc", rounds=12, epsilon=100.0), absent=absent)
     here = [len(done.gathered.arrived) for done in rounds if not done.failed]
     assert here[-1] == 5
 
