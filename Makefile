@@ -10,7 +10,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,report,tensorboard,mlflow,wandb,parquet,onnx,huggingface,he,flower,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,report,tensorboard,mlflow,wandb,parquet,onnx,huggingface,he,paillier,flower,docs,dev]'
 	@touch $@
 
 run: setup

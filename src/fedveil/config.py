@@ -284,13 +284,13 @@ class RunConfig:
 
     local_steps: int | None = _option(
         _TRAIN,
-        "fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round.",
+        "fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local steps per round.",
         shown="1; more make a client the unit",
         check=_STEPS,
     )
     local_epochs: int | None = _option(
         _TRAIN,
-        "fedavg, secagg, ldp, cdp, nadp, paraaegis: local epochs per round.",
+        "fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local epochs per round.",
         shown="paraaegis and its baselines 1",
         check=_STEPS,
     )
@@ -343,8 +343,8 @@ class RunConfig:
     )
     collusion: float | None = _option(
         _PRIVACY,
-        "nadp, veil-dp, veil-secagg, secagg: share of clients that may side with the server.",
-        shown="noise: 0; masks: 0.1",
+        "nadp, veil-dp, veil-secagg, secagg, tp-smc, pile, lwe-secagg: share of clients that may side with the server.",
+        shown="noise: 0; masks and shared keys: 0.1",
     )
     pair_strength: float | None = _option(
         _PRIVACY,
@@ -388,6 +388,10 @@ class RunConfig:
     value_range: float | None = _option(
         _MASKS, "Numbers beyond it are cut off, 1 to 2^40.", shown="2^24; for a hidden share 256"
     )
+    key_bits: int | None = _later(
+        "tp-smc, pile: length of the key that clients hold together.", shown="2048; under a seed, a simulation, 256"
+    )
+    lwe_dimension: int | None = _later("lwe-secagg: length of the secrets behind its masks.", shown="1024")
     secret_sampling: float | None = _option(
         _PRIVACY, "ldp: each record is in a round's batch with this chance, drawn in secret.", shown="no sampling"
     )

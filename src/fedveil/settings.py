@@ -85,9 +85,11 @@ class Settings(TypedDict, total=False):
     """The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. Its
     model is kept too (best.safetensors). (default: validation_loss where there is a validation part)"""
     local_steps: int | None
-    """fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
+    """fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local steps per round. (default: 1; more make a
+    client the unit)"""
     local_epochs: int | None
-    """fedavg, secagg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"""
+    """fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local epochs per round. (default: paraaegis and
+    its baselines 1)"""
     client_lr: float | None
     """Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.
     (default: --lr, and the server takes updates whole)"""
@@ -128,8 +130,8 @@ class Settings(TypedDict, total=False):
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None
-    """nadp, veil-dp, veil-secagg, secagg: share of clients that may side with the server. (default: noise: 0; masks:
-    0.1)"""
+    """nadp, veil-dp, veil-secagg, secagg, tp-smc, pile, lwe-secagg: share of clients that may side with the server.
+    (default: noise: 0; masks and shared keys: 0.1)"""
     pair_strength: float | None
     """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10, on a sparse graph what that calls for;
     the paper's with --accounting paper or --dropouts tolerate)"""
@@ -157,6 +159,10 @@ class Settings(TypedDict, total=False):
     """More than this share of a neighbourhood must answer. (default: 2/3)"""
     value_range: float | None
     """Numbers beyond it are cut off, 1 to 2^40. (default: 2^24; for a hidden share 256)"""
+    key_bits: int | None
+    """tp-smc, pile: length of the key that clients hold together. (default: 2048; under a seed, a simulation, 256)"""
+    lwe_dimension: int | None
+    """lwe-secagg: length of the secrets behind its masks. (default: 1024)"""
     secret_sampling: float | None
     """ldp: each record is in a round's batch with this chance, drawn in secret. (default: no sampling)"""
     share: float | None

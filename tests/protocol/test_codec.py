@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import fedveil.uplink.selected  # noqa: F401
+import fedveil.schemes  # noqa: F401 (their parts register every message)
 from fedveil.client_held import messages as dividing
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
@@ -96,7 +96,8 @@ def test_every_message_is_tried_here_and_none_has_a_tensor_without_a_shape() -> 
         *("Broadcast", "ClipBroadcast", "SketchBroadcast", "PublicHead", "Train", "Upload", "SelectedUpload"),
         *("Epoch", "Hello", "Announce", "Directory", "Nonce", "Nonces", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
-        *("Repair", "Repaired"),
+        *("Repair", "Repaired", "LweUpload"),
+        *("Deal", "Dealt", "TakeShare", "SealedShare", "Taken", "EncryptedUpload", "Decrypt", "Decrypted"),
         *("Found", "Founded", "Join", "Invitation", "Joined"),
         *("Begin", "Vote", "Divide", "Divided", "Ciphertext", "Aggregate"),
         *("Lend", "Lent", "Borrowed", "Finish", "Finished"),

@@ -28,8 +28,10 @@ from fedveil.runs.loop import client_role
 from fedveil.schemes import find, schemes
 from fedveil.shapes import words
 from fedveil.tensors import Layout
+from fedveil.uplink.lwe import LweUpload
 from fedveil.uplink.noised import Repair, Repaired
 from fedveil.uplink.selected import SelectedUpload
+from fedveil.uplink.threshold import Deal, Dealt, Decrypt, Decrypted, EncryptedUpload, SealedShare, Taken, TakeShare
 from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
@@ -42,16 +44,25 @@ INSIDE = {
     PublicHead: "train.head",
     Epoch: "epoch",
 }
-REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
-REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired)
+REQUESTS = (
+    *(Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair),
+    *(Deal, TakeShare, SealedShare, Decrypt),
+)
+REPLIES = (
+    *(Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired),
+    *(Dealt, Taken, EncryptedUpload, Decrypted, LweUpload),
+)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {
     MaskedUpload: "upload",
     SelectedUpload: "upload",
+    EncryptedUpload: "upload",
+    LweUpload: "upload",
 }
 COMMON = {Train, Upload}
 SIZES = {Hello, Directory, Announce, Ready}
 KEYS = SIZES | {Nonce, Nonces}
 REPAIR = {Repair, Repaired}
+KEY = {Deal, Dealt, TakeShare, SealedShare, Taken, EncryptedUpload, Decrypt, Decrypted}
 MASKS = {MaskedUpload, Unmask, Relayed, Revealed, Evidence}
 # The message classes that each scheme sends, where every client arrives in one round and one is missing in another.
 SPEAKS: dict[str, set[type]] = {
@@ -72,6 +83,9 @@ SPEAKS: dict[str, set[type]] = {
     "mp-cdp": COMMON | SIZES,
     "secagg": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg": (COMMON | KEYS | MASKS) - {Upload},
+    "tp-smc": (COMMON | KEYS | KEY) - {Upload},
+    "pile": (COMMON | KEYS | KEY) - {Upload},
+    "lwe-secagg": (COMMON | KEYS | MASKS | {LweUpload}) - {Upload, MaskedUpload},
     "veil-dp": COMMON | KEYS | REPAIR,
     "veil-dp, masks": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg, on dropout": (COMMON | KEYS | MASKS) - {Upload, Evidence},
@@ -86,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dp-fedavg, adaptive": {"scheme": "dp-fedavg", "adaptive_clip": True},
 }
 NOISED = {
-    *("ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant"),
+    *("ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "tp-smc", "lwe-secagg"),
     *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
 }
 
@@ -172,7 +186,7 @@ def test_every_field_of_every_message_class_that_a_scheme_sends_is_declared(name
     one = of(name, clients=6, rounds=4)
     kinds = SPEAKS[name]
     possible = {field for kind in kinds for field in fields_by_class(kind, PREFIXES[kind])}
-    possible.discard("upload.payload")  # its sections are what leaves
+    possible -= {"upload.payload", "upload.hidden"}  # their sections are what leaves
     possible |= {f"upload.{section}" for section in one.scheme.layout(one.architecture).names}
     if one.scheme.downlink.head_tensors(one.architecture) == 1:
         possible = {field for field in possible if not field.startswith("train.head.")}
@@ -192,7 +206,7 @@ def test_every_field_that_was_really_sent_is_declared(name: str) -> None:
     sent = overheard(one, last_is_missing_in_round_two)
     assert {type(message) for message in sent} == SPEAKS[name]
     seen = {field for message in sent for field in fields_sent(message, PREFIXES[type(message)])}
-    seen.remove("upload.payload")
+    seen -= {"upload.payload", "upload.hidden"}
     for message in sent:
         if isinstance(message, Upload):
             layout = one.scheme.layout(one.architecture)
@@ -248,7 +262,8 @@ def test_exactly_the_masking_schemes_claim_masks_and_on_everything_a_client_uplo
     for name in SPEAKS:
         found = uploads(name)
         hidden = {field for field, release in found.items() if release.hiding != "none"}
-        assert hidden == (set(found) if MaskedUpload in SPEAKS[name] else set()), name
+        hides = {MaskedUpload, EncryptedUpload, LweUpload} & SPEAKS[name]
+        assert hidden == (set(found) if hides else set()), name
         masked = {field for field, release in found.items() if release.protection == "masked"}
         assert masked == (hidden if name not in NOISED else hidden & {"upload.weight"}), name
 
@@ -278,7 +293,8 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
     plain = {
-        *("fedavg", "secagg", "spn", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
+        *("fedavg", "secagg", "spn", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant", "tp-smc"),
+        "lwe-secagg",
         *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
     }
     for name in SPEAKS:

@@ -15,6 +15,7 @@ from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting, assemble, find, schemes
 from fedveil.uplink.masked import Masked
 from fedveil.uplink.noise_plan import Target
+from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
 
 SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))
@@ -42,7 +43,7 @@ def test_exactly_the_schemes_that_cover_uploads_promise_to_protect_client_data_f
     for one in schemes():
         denied = "not at all" in one.protects or "nothing" in one.protects
         built = assemble(one.name, SQUARE, {})
-        covers = built.uplink.plan is not None or isinstance(built.uplink, (Masked, Parallel))
+        covers = built.uplink.plan is not None or isinstance(built.uplink, (Masked, Parallel, ThresholdPaillier))
         assert covers is not denied, one.name
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import fedveil.client_held.ciphers
 import fedveil.client_held.group
 import fedveil.client_held.messages
+import fedveil.uplink.lwe
 import fedveil.uplink.masked
-import fedveil.uplink.noised  # noqa: F401
+import fedveil.uplink.noised
+import fedveil.uplink.threshold  # noqa: F401
 from fedveil import models
 from fedveil.downlink.architecture import Architecture, Weights, assemble, draw
 from fedveil.downlink.messages import Broadcast

@@ -102,6 +102,22 @@ UNCLIPPED = "every client's gradient is assumed to have norm at most S; nobody c
 HEAD_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
 SCALES_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
 
+DEALER = (
+    "the client that deals the key keeps it to itself: it knows all of it, and can open every upload (a trusted "
+    "dealer, once a run)"
+)
+PRODUCT = (
+    "the server has clients decrypt the product of what they sent: they are shown whose it is and decrypt once a "
+    "round, but cannot check the product, and a server that shows another one opens that"
+)
+UNPROVEN_SUM = (
+    "the sum's integrity: nobody proves that it has encrypted or decrypted as it should (values beyond what clients "
+    "may send are noticed)"
+)
+PUBLIC_MATRIX = (
+    "the matrix of a round follows from the epoch's beacon, so that nobody picks it, and learning with errors stays "
+    "hard where the sum of the honest clients' errors is known: what is left of one's own is nearly as wide"
+)
 LATTICE = "CKKS with the parameters chosen is secure (128 bits by the HomomorphicEncryption.org tables)"
 SHARED_KEY = (
     "against the server alone and outsiders: no client gives away the secret key, which all of them share and which "
@@ -170,6 +186,28 @@ def noise_circle(circle: Circle, colluders: int) -> str:
             f"2^-{AWAY_BITS} a round, in which a few are charged more"
         )
     return f"{said}{who}, and {away}"
+
+
+def threshold_key(bits: int, quorum: int, clients: int) -> str:
+    """On what hiding under a key rests that clients hold together."""
+    return (
+        f"threshold Paillier with a key of {bits:,} bits is secure (computational), and fewer than {quorum} of all "
+        f"{clients} clients side with the server: so many shares decrypt whatever they like"
+    )
+
+
+def hidden_by_errors(dimension: int, bits: float, most: float) -> str:
+    """On what masks rest whose errors are the noise."""
+    return (
+        f"learning with errors is hard (computational) in {dimension:,} dimensions where the modulus is at most "
+        f"2^{most:.1f} deviations of the error: 128 bits by the HomomorphicEncryption.org tables; here it is "
+        f"2^{bits:.1f} at most"
+    )
+
+
+def short_key(bits: int) -> str:
+    """What a key of a simulation is worth."""
+    return f"what is encrypted: a key of {bits:,} bits can be found out, and is for simulations (give --key-bits 2048)"
 
 
 def groups(count: int, size: int) -> str:

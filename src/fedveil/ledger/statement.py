@@ -289,10 +289,10 @@ def state(
         line = _server_line(weaker, caveats, accountant, delta, unit, sees="with one client on its side, sees")
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
-        why = (
-            f"the sum over the honest clients of {caveats.over or 'a round'}: masks between honest clients stay "
-            "closed; who beyond a quorum is in it is the server's word"
-        )
+        closed = "masks between honest clients stay closed; who beyond a quorum is in it is the server's word"
+        if caveats.decrypted:
+            closed = "fewer clients than a quorum decrypt nothing; what the others decrypt is the server's word"
+        why = f"the sum over the honest clients of {caveats.over or 'a round'}: {closed}"
         lines.append(Line(COLLUSION, "aggregate only", why, assumptions=caveats.assumptions))
     lines.append(_client_line(releases, caveats, accountant, delta, unit))
     lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))
@@ -381,7 +381,8 @@ def _noised_line(
     summed = any(release.protection == "noised" and release.hiding != "none" for release in read)
     hidden = [release for release in unread if release.noise == "none"]
     what = "every upload's rest under noise" if hidden or linked else "every upload under noise"
-    why = f"{sees} {'sums under noise, sized for the smallest sum the masks open' if summed else what}"
+    opened = "clients decrypt" if caveats.decrypted else "the masks open"
+    why = f"{sees} {f'sums under noise, sized for the smallest sum {opened}' if summed else what}"
     if linked:
         why += f", and what is alike in {', '.join(linked)}"
     line = _spent_line(SERVER, accountant, delta, unit, caveats, why)

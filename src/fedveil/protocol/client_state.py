@@ -18,6 +18,7 @@ from fedveil.secrets import Guarded
 from fedveil.work.messages import KeptTensors
 
 if TYPE_CHECKING:
+    from fedveil.crypto.paillier import KeyShare
     from fedveil.protocol.key_agreement import Keyring
 
 _PURPOSE = "client state"
@@ -38,7 +39,8 @@ class ClientState:
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
     what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
     and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
-    attempts at it included, where a round's clients are in groups. `kept` is what its work keeps for itself.
+    attempts at it included, where a round's clients are in groups. `kept` is what its work keeps for itself, and
+    `share` its part of a key that clients hold together.
     """
 
     client: int
@@ -59,6 +61,7 @@ class ClientState:
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
     kept: KeptTensors | None = None
+    share: KeyShare | None = None
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -122,6 +125,7 @@ class ClientState:
         facts |= {
             "keys": None if self.keys is None else self.keys.stored(),
             "group": None if self.group is None else self.group.stored(),
+            "share": None if self.share is None else self.share.stored(),
             "held": None if self.held is None else self.held.facts(),
             "pending": None if self.pending is None else self.pending.facts(),
             "kept": self.kept is not None,
@@ -133,13 +137,15 @@ class ClientState:
     def unseal(sealed: bytes, key: bytes) -> ClientState:
         """The state back; damaged or foreign bytes are refused."""
         from fedveil.crypto.keys import unseal
+        from fedveil.crypto.paillier import KeyShare
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
-        facts = {"grouped": [], "kept": False, **facts}  # which earlier versions did not know
+        facts = {"grouped": [], "kept": False, "share": None, **facts}  # which earlier versions did not know
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
-            keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
+            names = ("keys", "group", "held", "pending", "share")
+            keys, group, held, pending, share = (known[name] for name in names)
             kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort", "grouped")}
             known |= {
@@ -148,6 +154,7 @@ class ClientState:
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
                 "kept": KeptTensors(kept) if known["kept"] else None,
+                "share": None if share is None else KeyShare.restored(share),
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:

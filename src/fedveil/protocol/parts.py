@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import ClipBroadcast, Downlink
-from fedveil.errors import Code, ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
 from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_noise
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
@@ -41,7 +42,8 @@ Holder = Literal["server", "clients"]
 
 @dataclass(frozen=True, eq=False)
 class RoundContext:
-    """What both roles know about a round; and, of the server alone, who is in which of the run's `groups`."""
+    """What both roles know about a round; and, of the server alone, who is in which of the run's `groups`, and the
+    `public` key that was dealt, where one was."""
 
     round: int
     attempt: int
@@ -49,6 +51,7 @@ class RoundContext:
     directory: Directory | None = None
     beacon: bytes = b""
     groups: tuple[tuple[int, ...], ...] = ()
+    public: bytes = b""
 
     def check_scheduled(self) -> None:
         """Refuse a round that is not of the epoch, or with other clients than were settled before graphs were drawn."""
@@ -247,6 +250,18 @@ class Summing(Accumulator, Protocol):
         ...
 
 
+class Dealing(ABC):
+    """Server side: what clients must be dealt before they take part, and the `public` part of it."""
+
+    def __init__(self) -> None:
+        self.public = b""
+        self.refused: dict[int, Refusal] = {}
+
+    @abstractmethod
+    def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, tuple[int, ...]]:
+        """Have it dealt to those of `clients` who lack it; gives who of them has it then."""
+
+
 class Channel(Protocol):
     """How contributions travel, as far as everybody needs to know.
 
@@ -358,6 +373,10 @@ class Uplink(Channel, Protocol):
     def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
         """Client side: the pairs whose noise is known to the server once clients have answered `request`."""
         return ()
+
+    def dealing(self) -> Dealing | None:
+        """Server side: what is dealt to clients before their first round, where something is."""
+        return None
 
     def lasting_groups(self, context: RoundContext) -> tuple[tuple[int, ...], ...]:
         """Server side: who is with whom from this round to the end of the run; none where one sum is all."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedveil.errors import Code, ProtocolError
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.parts import RoundContext, Terms, adapting, bounded, planned
-from fedveil.uplink.grid import ROUNDING
+from fedveil.uplink.grid import rounding_of
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
@@ -46,14 +46,15 @@ class Reach:
     answer: float | None = None
 
     @staticmethod
-    def of(samples: Sequence[int], work: LocalWork, *, variance: float, length: int) -> Reach:
+    def of(samples: Sequence[int], work: LocalWork, *, variance: float, length: int, word_bits: int = 64) -> Reach:
         """That of a sum of clipped contributions, of clients with so many `samples`, under noise of this variance."""
-        clipped = sum(samples) * bounded(work).largest * (1 + ROUNDING)
+        rounding = rounding_of(word_bits)
+        clipped = sum(samples) * bounded(work).largest * (1 + rounding)
         sigma, root = math.sqrt(variance * _WIDER), math.sqrt(length * _TAIL)
         largest = sigma * math.sqrt(2 * (_TAIL + math.log(2 * max(length, 1))))
         rule, answer = adapting(work), None
         if rule is not None and work.clip is not None:
-            answer = sum(samples) * work.clip * rule.mark * (1 + ROUNDING) + largest
+            answer = sum(samples) * work.clip * rule.mark * (1 + rounding) + largest
         return Reach(clipped + sigma * math.sqrt(length + 2 * root + 2 * _TAIL), clipped + largest, answer)
 
     def check(self, vector: Tensor, what: str) -> None:
@@ -91,7 +92,8 @@ def check_sum(
     if not repaired:
         variance += float(layout.pairs[here[layout.first] != here[layout.second]].sum())
     numbers = summed[:-1].to(torch.float64)  # the weight is public
-    Reach.of(samples, terms.work, variance=variance, length=len(numbers)).check(numbers, "the sum of the uploads")
+    reach = Reach.of(samples, terms.work, variance=variance, length=len(numbers), word_bits=plan.word_bits)
+    reach.check(numbers, "the sum of the uploads")
 
 
 def upload_reach(layout: NoiseLayout, context: RoundContext, terms: Terms, client: int) -> Reach:

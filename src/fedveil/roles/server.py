@@ -296,12 +296,20 @@ class ServerRole(Conductor):
         super().__init__(scheme, architecture, state, **run)
         self._architecture = architecture
         self._uplink = scheme.summing
+        self._dealing = self._uplink.dealing()
         self._adaptive = adapting(scheme.work)
         self._mover = Mover(architecture, optimiser)
         self._owed: dict[int, Request] = {}
         self._figures: Tensor | None = None
         self.state: ServerState = state
         self._declared.check([f"upload.{name}" for name in self._terms.layout.names])
+
+    def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
+        return tuple(clients) if self._dealing is None else (yield from self._dealing.steps(clients))
+
+    def _refusal(self) -> str:
+        dealt = {} if self._dealing is None else self._dealing.refused
+        return too_few("have been dealt their share", dealt) or super()._refusal()
 
     def _finish(self) -> Steps:
         """Where clients hold back samples, have them judge the last model: a round that moves nothing."""
@@ -327,6 +335,8 @@ class ServerRole(Conductor):
         if state.groups:
             context = replace(context, groups=state.groups)
             able = uplink.asked(context, able)
+        if self._dealing is not None:
+            context = replace(context, public=self._dealing.public)
         total = uplink.accumulator(context, self._terms, device=state.weights.parameters.device)
         named = None if self._introductions is None else torch.tensor(context.cohort, dtype=torch.int64)
         broadcast = veil.broadcast()

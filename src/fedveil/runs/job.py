@@ -448,6 +448,7 @@ def attended(
             rate=cohort.size / cohort.clients,
             cohort=cohort.size,
             clients=cohort.clients,
+            simulation=simulation,
         )
         return info.assemble(known, options)
 

@@ -12,10 +12,14 @@ from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.client_held import dp_fedavg
 from fedveil.schemes.fedavg import fedavg
-from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
+from fedveil.schemes.hardened import veil_secagg
+from fedveil.schemes.options import AdaptiveOptions, DpOptions, HeadOptions, KeyOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.lwe import WORD_BITS, LweMasked
+from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.selected import Choice, Selected, SelectionNoise
+from fedveil.uplink.unmasking import Quorum
 from fedveil.work.gradients import SketchedGradients
 from fedveil.work.losses import BinaryCrossEntropy
 from fedveil.work.polarised import Polarised
@@ -23,6 +27,10 @@ from fedveil.work.polarised import Polarised
 _VARYING = (
     "σ_t = ρᵗ·min_i(2θ/|D_i|)·√(2q·ln(1/δ)·Σ_s ρ^(−2s))/ε (Yuan et al. 2023 with ParaAegis's numbers): no bound on an "
     "update of local epochs, so no guarantee"
+)
+_SHARED = (
+    "N(0, S²σ²/(t − 1)) by each client, t of them honest, with σ = √(2·ln(1.25/δ))/ε and ε of one round (Truex et al. "
+    "2019)"
 )
 _PER_VALUE = "ε/c for each of the c = ⌈θ_u·d⌉ values of an epoch (Shokri and Shmatikov 2015)"
 _SHRINKING = DpOptions(noise_decay=0.9)
@@ -175,3 +183,98 @@ def spn(
         private_weight,
     )
     return replace(plain, name="spn", work=work, caveats=Caveats(unprotected=(caveats.POLARISED,)))
+
+
+@scheme(
+    "tp-smc",
+    paper="hybrid approach (Truex et al. 2019), threshold Paillier of Damgård and Jurik 2001, a baseline of MP-DP",
+    summary="plain model down; up, clipped, with a share of the noise, encrypted: a quorum of clients decrypts the sum",
+    protects=(
+        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from a "
+        "server with fewer clients than a quorum (computational, one client is trusted to deal the key); the model "
+        "from nobody"
+    ),
+)
+def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOptions) -> Scheme:
+    """Noise in the sum of the honest clients, and a sum that clients open together."""
+    plan = NoisePlan(
+        dp.target(setting), "sum", dp.accounting, collusion=key.collusion, asked=setting.cohort, decrypted=True
+    )
+    return Scheme(
+        name="tp-smc",
+        downlink=Plain(),
+        work=local.clipped(setting, dp.clip),
+        uplink=key.uplink(setting, noise=plan),
+        caveats=Caveats(paper=_SHARED),
+    )
+
+
+@scheme(
+    "pile",
+    paper="PILE (Tang et al. 2023), without its proofs of correct gradients, a baseline of MP-DP",
+    summary="veiled model down; up, everything encrypted, without proofs: a quorum of clients decrypts the sum",
+    protects=(
+        "single uploads from a server with fewer clients than a quorum (computational, one client is trusted to deal "
+        "the key), not their sum; the model from clients up to secret scales (measured)"
+    ),
+    default_loss="square",
+)
+def pile(
+    setting: Setting,
+    *,
+    head_groups: int = 1,
+    head: HeadOptions,
+    spread: float = 4.0,
+    key: KeyOptions,
+    value_range: float = 2.0**24,
+) -> Scheme:
+    """`lossless` with one γ, all of whose m + 2 tensors are encrypted; no noise is added to what clients send."""
+    if setting.robust_groups:
+        raise ConfigError(
+            f"{spelled('robust_groups')} does not go with {spelled('scheme', 'pile')}: clients hold one key together. "
+            "Groups go with fedavg, lossless, pbpfl, secagg and veil-secagg."
+        )
+    veiled = veil_secagg(
+        setting, head_groups=head_groups, head=head, spread=spread, masking=MaskOptions(), local=LocalOptions()
+    )
+    return replace(veiled, name="pile", uplink=key.uplink(setting, value_range))
+
+
+@scheme(
+    "lwe-secagg",
+    paper="secure aggregation by learning with errors (Stevens et al. 2022), a baseline of ParaAegis",
+    summary="plain model down; up, clipped, behind masks whose errors are the noise; their secrets under pair masks",
+    protects=(
+        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from the "
+        "server (computational); the model from nobody"
+    ),
+)
+def lwe_secagg(
+    setting: Setting,
+    *,
+    dp: DpOptions,
+    masking: MaskOptions,
+    collusion: float = COLLUSION,
+    lwe_dimension: int = 1024,
+    local: LocalOptions,
+) -> Scheme:
+    """The noise of `veil-dp --cover masks` without its veil, in words of 32 bits."""
+    plan = NoisePlan(
+        dp.target(setting),
+        "sum",
+        dp.accounting,
+        collusion=collusion,
+        neighbours=masking.neighbours,
+        quorum=masking.threshold,
+        asked=setting.cohort,
+        word_bits=WORD_BITS,
+    )
+    uplink = LweMasked(
+        unmask=masking.unmask,
+        quorum=Quorum(masking.threshold),
+        degree=masking.neighbours,
+        noise=plan,
+        collusion=max(collusion, COLLUSION),
+        dimension=lwe_dimension,
+    )
+    return Scheme(name="lwe-secagg", downlink=Plain(), work=local.clipped(setting, dp.clip), uplink=uplink)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from fedveil.crypto.paillier import KEY_BITS
 from fedveil.downlink.rescaling import HeadNoise
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
@@ -19,12 +20,16 @@ from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.masked import Masked, Unmasking
 from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
+from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.uplink.unmasking import Quorum
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Schedule
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
+
+SIMULATED_BITS = 256
+"""Of a key in a simulation: sums are the same under any."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,27 @@ class AssumedPairOptions:
     neighbours: int | None = 5
     pair_strength: float = math.sqrt(1000.0)
     skip_cancelling: bool = False
+
+
+@dataclass(frozen=True)
+class KeyOptions:
+    """A key that all clients hold together."""
+
+    key_bits: int | None = None
+    collusion: float = COLLUSION
+
+    def uplink(
+        self, setting: Setting, value_range: float = 2.0**24, *, noise: NoisePlan | None = None
+    ) -> ThresholdPaillier:
+        """Sums that clients decrypt; a key that could be found out is for simulations, which hide nothing anyway."""
+        usual = SIMULATED_BITS if setting.simulation else KEY_BITS
+        bits = usual if self.key_bits is None else self.key_bits
+        if bits < KEY_BITS and not setting.simulation:
+            raise ConfigError(
+                f"A key of {bits} bits can be found out: give {spelled('key_bits', KEY_BITS)} or more, or a "
+                f"{spelled('seed')}, which makes the run a simulation."
+            )
+        return ThresholdPaillier(bits, self.collusion, setting.clients, setting.cohort, value_range, noise)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class Setting:
     """Whether others know the weights that the model begins with."""
     robust_groups: int = 0
     """In how many groups a round's clients are, whose means are compared; 0: one sum."""
+    simulation: bool = False
+    """Whether secrets follow from a seed, so that nothing is hidden by them."""
 
     def family_or(self, fitting: str) -> str:
         """The family that was asked for, or the one that fits the scheme."""

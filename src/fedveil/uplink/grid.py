@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.uplink.discrete_gaussian import add_discrete_gaussian
-from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
+from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, FixedPoint
 
 ROUNDING = 2.0**-20
 """By how much rounding to the grid may lengthen the largest change of a contribution, relatively."""
@@ -40,24 +40,30 @@ _TAIL = 14.0
 _KEPT_BITS = 16
 
 
-def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float) -> FixedPoint:
-    """The grid of a round's uploads of `length` numbers, none beyond ± `largest`; refuses what 64 bits do not hold."""
+def rounding_of(word_bits: int) -> float:
+    """By how much rounding may lengthen a change where sums are words of so many bits: of fewer, by a thousandth."""
+    return ROUNDING if word_bits == 64 else 2.0**-10
+
+
+def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float, word_bits: int = 64) -> FixedPoint:
+    """The grid of a round's uploads of `length` numbers, none beyond ± `largest`; refuses what words do not hold."""
+    rounding = rounding_of(word_bits)
     size = len(noise_layout.members)
     variances = np.concatenate([noise_layout.residual, noise_layout.pairs])
     noise, reach = variances[variances > 0], noise_layout.sensitivity[noise_layout.sensitivity > 0]
     # Where one record may be left out altogether, a client's reach is half of what it is where one is replaced.
-    fine = ROUNDING * float(reach.min(initial=math.inf)) / 2 / (1 + ROUNDING) / math.sqrt(length)
+    fine = rounding * float(reach.min(initial=math.inf)) / 2 / (1 + rounding) / math.sqrt(length)
     fine = min(fine, math.sqrt(float(noise.min(initial=math.inf))) / FINEST, 2.0**-FEWEST_FRACTION_BITS)
     bits = 1 - math.frexp(fine)[1]
-    room = 2.0 ** (SUM_BITS - bits - (size - 1).bit_length())
+    room = 2.0 ** (word_bits - 2 - bits - (size - 1).bit_length())
     spread = _TAIL * math.sqrt(float(variances.sum()))
     if not (largest <= room and spread <= room * size):
         raise ConfigError(
             f"Numbers of up to {largest:g} and noise of {spread / _TAIL:.2g}, in steps of 2^-{bits} as a claim about "
-            f"{float(reach.min()):.2g} needs them, do not fit 64 bits for {size} clients. Raise clip, or lower the "
-            "number of clients a round."
+            f"{float(reach.min()):.2g} needs them, do not fit {word_bits} bits for {size} clients. Raise clip, or "
+            "lower the number of clients a round."
         )
-    return FixedPoint(room, size)
+    return FixedPoint(room * 2.0 ** (64 - word_bits), size)
 
 
 def check_pairs(noise_layout: NoiseLayout) -> None:

@@ -26,7 +26,8 @@ def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
 def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
     # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
     noise_layout, most = planned(plan, context, terms.work), max(context.samples())
-    return grid_of(noise_layout, length=terms.layout.length, largest=max(most, most * bounded(terms.work).largest))
+    largest = max(most, most * bounded(terms.work).largest)
+    return grid_of(noise_layout, length=terms.layout.length, largest=largest, word_bits=plan.word_bits)
 
 
 def add_residual(

@@ -18,7 +18,7 @@ from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
 from fedveil.ledger.schedule import affordable_rounds, check_decay
 from fedveil.ledger.sparse import Circle, least_circle
 from fedveil.uplink.graph import Graph, circulant, complete, covering_graph, default_degree
-from fedveil.uplink.grid import ROUNDING, check_pairs
+from fedveil.uplink.grid import check_pairs, rounding_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +170,16 @@ class Target:
         return self.decay, self.rounds, first, last
 
 
+def dishonest(count: int, share: float) -> int:
+    """How many of so many clients that share is, at least."""
+    return math.ceil(share * count - 1e-9)
+
+
+def smallest_sum(count: int, colluders: int) -> int:
+    """Of how many of `count` clients a sum is that they decrypt together: as many as are honest, and two of those."""
+    return min(max(count - colluders, colluders + 2), count)
+
+
 @dataclass(frozen=True)
 class NoisePlan:
     """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
@@ -181,6 +191,9 @@ class NoisePlan:
 
     `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
     others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
+
+    `decrypted` says that clients open the sum together, of at least `smallest_sum` of them. `word_bits` is how long the
+    words are that sums are made of.
 
     `graph` says by which rules pairs are made, so that a journal's rounds stay what they were: "everybody" are those
     from before there were circles, in which noise was also sized by estimates.
@@ -200,6 +213,8 @@ class NoisePlan:
     asked: int | None = None
     draws: int = 1 << 34
     graph: Rules = "circle"
+    decrypted: bool = False
+    word_bits: int = 64
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -222,7 +237,12 @@ class NoisePlan:
             raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
 
     def removable(self, count: int) -> int:
-        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself."""
+        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself.
+
+        Of a sum that clients decrypt, all but the smallest they do that for.
+        """
+        if self.decrypted:
+            return count - smallest_sum(count, dishonest(max(count, self.asked or 0), self.collusion))
         if self.quorum is None:
             return 0
         holders = min(default_degree(count) if self.neighbours is None else self.neighbours, count - 1)
@@ -312,8 +332,16 @@ class NoisePlan:
 
     def paper_scale(self, sensitivity: float, round: int | None = None) -> float:
         """The papers' s: S·√(4·T·ln(1/δ))/ε for pairs (two queries a round), S·√(2·q·T·ln(1/δ))/ε for local noise,
-        S·√(2·T·ln(1/δ))/ε for noise added once. Where it shrinks, T is Σ_s ρ^(2(t − s)) in round t."""
+        S·√(2·T·ln(1/δ))/ε for noise added once. Where it shrinks, T is Σ_s ρ^(2(t − s)) in round t.
+
+        Where n clients decrypt the sum, t of them honest, each adds S·√(2·ln(1.25/δ))/(ε·√(t − 1)) in every round.
+        """
         target = self.target
+        if self.decrypted:
+            clients = max(self.asked or 0, 2)
+            others = max(clients - dishonest(clients, self.collusion) - 1, 1)
+            sigma = math.sqrt(2 * math.log(1.25 / target.delta)) / target.epsilon
+            return sensitivity * sigma * math.sqrt(clients / others) * target.decay ** (round or 0)
         count = replace(target, participations=target.rounds).affordable(round)
         rounds = {"pairs": 2.0 * count, "local": target.rate * count, "sum": count}
         return sensitivity * paper_sigma(target.epsilon, target.delta, rounds[self.layout])
@@ -349,7 +377,7 @@ def _noise_layout(
     round: int | None,
 ) -> NoiseLayout:
     if plan.layout == "local" or (plan.layout == "pairs" and len(members) == 1):
-        reach, nobody = _reach(sensitivity), np.empty(0, dtype=np.int64)
+        reach, nobody = _reach(sensitivity, plan.word_bits), np.empty(0, dtype=np.int64)
         if plan.accounting == "paper":
             scales = np.asarray([plan.paper_scale(bound, round) for bound in sensitivity])
             if plan.per_sample:
@@ -372,8 +400,8 @@ def _noise_layout(
     return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
 
 
-def _reach(sensitivity: tuple[float, ...]) -> NDArray[np.float64]:
-    return np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
+def _reach(sensitivity: tuple[float, ...], word_bits: int) -> NDArray[np.float64]:
+    return np.asarray(sensitivity, dtype=np.float64) * (1.0 + rounding_of(word_bits))
 
 
 @lru_cache(maxsize=8)  # rounds whose noise differs in nothing but its size
@@ -381,9 +409,10 @@ def _unscaled(
     plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
 ) -> tuple[NoiseLayout, float]:
     """Shared noise in units of the sum's, and the μ² of whoever is worst off under it, where the plan is exact."""
-    count, reach, nobody = len(members), _reach(sensitivity), np.empty(0, dtype=np.int64)
+    count, reach, nobody = len(members), _reach(sensitivity, plan.word_bits), np.empty(0, dtype=np.int64)
     by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
-    residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
+    sized = plan.accounting == "paper" and not plan.decrypted
+    residual = by_size if sized else np.full(count, 1 / count)
     if plan.layout == "sum":
         unit = NoiseLayout(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
