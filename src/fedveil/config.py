@@ -282,6 +282,14 @@ class RunConfig:
         before=None,
     )
 
+    target_accuracy: float | None = _setting(
+        _TRAIN,
+        "summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65.",
+        check=(lambda value: 0 < value <= 1, "must lie above 0 and be at most 1"),
+        shapes_run=False,
+        before=None,
+    )
+
     local_steps: int | None = _option(
         _TRAIN,
         "fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round.",

@@ -84,6 +84,8 @@ class Settings(TypedDict, total=False):
     monitor: str | None
     """The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. Its
     model is kept too (best.safetensors). (default: validation_loss where there is a validation part)"""
+    target_accuracy: float | None
+    """summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65."""
     local_steps: int | None
     """fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
     local_epochs: int | None

@@ -120,6 +120,12 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
+    if "target" in summary:
+        target = summary["target"]
+        when = "not in these rounds"
+        if target["round"] is not None:
+            when = f"in round {target['round']}, after {target['seconds']:.1f} seconds"
+        rows.append((f"test accuracy of {percent(target['accuracy'])}", when))
     if "coverage" in summary:
         levels = [f"{percent(share)} {name}" for name, share in summary.get("levels", {}).items() if share]
         how = ", ".join(levels) or f"{percent(summary['coverage'])} on at least one side"

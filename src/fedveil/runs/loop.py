@@ -42,6 +42,7 @@ from fedveil.runs.client_figures import named_figures
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
+from fedveil.runs.monitor import target_reached
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
@@ -593,6 +594,8 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
             summary["secret_bits"], summary["secret_reals"] = job.coverage.bits, job.coverage.reals
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
+    if config.target_accuracy is not None:
+        summary["target"] = target_reached(config.target_accuracy, rows)
     if weights := getattr(job.loss, "class_weights", ()):
         summary["class_weights"] = list(weights)
     failed = sum("failed" in row for row in rows)
