@@ -15,7 +15,7 @@ from typing import Any
 
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
-from fedveil.plain import ModelOption, augmenting, numbers_of, toml_of
+from fedveil.plain import ModelOption, augmenting, list_of, numbers_of, toml_of
 
 OBJECT = "python:"
 """How a setting begins that was given as an object from Python: no file or command can stand for it."""
@@ -82,13 +82,15 @@ def _setting(
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,
+    listed: bool = False,
     before: Any = dataclasses.MISSING,
     before_of: tuple[str, ...] = (),
 ) -> Any:
     """One setting: where its flag stands in the help, what is said of it, and what it may be.
 
     `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
-    schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
+    schemes have; one that does not shape the run does not decide about the trained model. One that is `listed` is typed
+    as 1,2,4, and files and Python may give a list. `before` is what runs did
     before there was this setting (those of the schemes `before_of`, where it is an option): folders without it mean
     that, and it leaves no mark in their fingerprint.
     """
@@ -97,6 +99,7 @@ def _setting(
     told = f"{words} (default: {shown})" if shown else words
     kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
     kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before, "before_of": before_of}
+    kept["listed"] = listed
     return field(default=default, metadata=kept)
 
 
@@ -326,6 +329,13 @@ class RunConfig:
     head_groups: int | None = _option(
         _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
     )
+    head_partition: str | None = _option(
+        _VEIL,
+        "Head noise: which outputs share a γ, as one number from 0 for each output: 0,0,1,1,2.",
+        shown="in equal parts, drawn every round",
+        listed=True,
+        before=None,
+    )
     head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
     spread: float | None = _option(
         _VEIL, "Scales lie in 1/spread … spread; set for veil-dp, it takes them.", shown="4; veil-dp: 1.5"
@@ -546,6 +556,8 @@ class RunConfig:
                 raise ConfigError(f"{setting.name} must be a finite number (got {value}).")
             if value is None:
                 continue
+            if setting.metadata.get("listed"):
+                list_of(value, setting.name)
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
@@ -639,6 +651,8 @@ class RunConfig:
                 continue
             if name in cleaned:
                 raise ConfigError(f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
+            if known[name].metadata.get("listed") and isinstance(value, list | tuple):
+                value = _typed(name, value, where)
             cleaned[name] = _checked(name, value, str(known[name].type), where)
         if "site" in cleaned:
             cleaned.setdefault("partition", "site")
@@ -684,6 +698,14 @@ def unknown_setting(
     words = {known: setting.metadata.get("words", "") for known, setting in _FIELDS.items() if known not in without}
     hint = "All of them: `fedveil run --help`."
     return unknown_name(f"setting in {where}:", name, {*words, *further}, hint=hint, words=words)
+
+
+def _typed(name: str, values: Iterable[object], where: str) -> str:
+    """A list of numbers as it would be typed."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) != len(list(values)):
+        raise ConfigError(f"{where}: {name} is a list of numbers.")
+    return ",".join(f"{number!r}" for number in numbers)
 
 
 def _checked(name: str, value: object, kind: str, where: str) -> object:

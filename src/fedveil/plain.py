@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import tomllib
 import types
@@ -182,6 +183,17 @@ def numbers_of(text: str, name: str) -> tuple[int, ...]:
             raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
         numbers.update(range(int(ends[0]), int(ends[1]) + 1))
     return tuple(sorted(numbers))
+
+
+def list_of(text: str, name: str) -> tuple[float, ...]:
+    """Numbers as they are typed, 1,2.5,4, in their order."""
+    try:
+        numbers = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(math.isfinite(number) for number in numbers):
+        raise ConfigError(f"{name} is a list of numbers like 1,2.5,4 (got {text[:60]!r}).")
+    return numbers
 
 
 def toml_of(value: object) -> str:

@@ -104,6 +104,9 @@ class Settings(TypedDict, total=False):
     rotated in secret; with family full or isometry and one gradient a round. (default: off)"""
     head_groups: int | None
     """Head noise: number m of secret γ. (default: one per output; pbpfl: 1)"""
+    head_partition: str | Sequence[float] | None
+    """Head noise: which outputs share a γ, as one number from 0 for each output: 0,0,1,1,2. (default: in equal parts,
+    drawn every round)"""
     head_strength: float | None
     """Head noise relative to the outputs. (default: 1)"""
     spread: float | None

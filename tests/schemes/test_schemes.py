@@ -135,6 +135,26 @@ def test_pbpfl_has_one_secret_and_lossless_one_per_output() -> None:
     assert head(assemble("lossless", SQUARE, {"head_noise": False})) is None
 
 
+@pytest.mark.parametrize("name", ["lossless", "veil-secagg", "mpdp", "mpdp-naive", "mp-cdp"])
+def test_outputs_are_parted_as_one_likes(name: str) -> None:
+    downlink = assemble(name, SQUARE, {"head_partition": "0,1,0,2"}).downlink
+    assert downlink.head.partition == (0, 1, 0, 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"head_partition": "0,2"}, "none left out"),
+        ({"head_partition": "0,0.5"}, "whole numbers"),
+        ({"head_partition": "0,1", "head_groups": 2}, "--head-groups"),
+        ({"head_partition": "0,1", "head_noise": False}, "--no-head-noise"),
+    ],
+)
+def test_partitions_that_make_no_sense_are_refused(options: dict[str, int | str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assemble("lossless", SQUARE, options)
+
+
 @pytest.mark.parametrize("name", VEILED)
 @pytest.mark.parametrize("options", [{"local_steps": 2}, {"local_epochs": 1}, {"local_steps": 0}])
 def test_local_training_under_a_veil_is_refused_with_the_reason(name: str, options: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import AssumedBudget, AssumedPairOptions, HeadOptions
+from fedveil.schemes.options import AssumedBudget, AssumedPairOptions, GroupedHeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
 from fedveil.uplink.central import AssumedCentral
@@ -53,13 +53,12 @@ def mpdp(
     *,
     budget: AssumedBudget,
     pairs: AssumedPairOptions,
-    head_groups: int | None = None,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
 ) -> Scheme:
     """MP_Server down, DDP_Client up."""
     return Scheme(
         name="mpdp",
-        downlink=Decomposed(head.noise(setting, head_groups)),
+        downlink=Decomposed(head.noise(setting)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("decomposed", budget, pairs),
         caveats=_caveats(budget),
@@ -78,8 +77,7 @@ def mpdp_naive(
     *,
     budget: AssumedBudget,
     pairs: AssumedPairOptions,
-    head_groups: int | None = None,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
     spread: float = 4.0,
 ) -> Scheme:
     """Gaussian noise of MP-DP's size added in the perturbed domain: σ by every client (Eq. (7))."""
@@ -94,7 +92,7 @@ def mpdp_naive(
         noise = AssumedNoise(budget.sigma(), "gaussian", shared=False, sensitivity=budget.sensitivity)
     return Scheme(
         name="mpdp-naive",
-        downlink=Rescaling(spread, head.noise(setting, head_groups)),
+        downlink=Rescaling(spread, head.noise(setting)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=noise,
         caveats=_caveats(budget),
@@ -112,14 +110,13 @@ def mp_cdp(
     setting: Setting,
     *,
     budget: AssumedBudget,
-    head_groups: int | None = None,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
     spread: float = 4.0,
 ) -> Scheme:
     """The accuracy that noise on the true aggregate would give."""
     return Scheme(
         name="mp-cdp",
-        downlink=Rescaling(spread, head.noise(setting, head_groups)),
+        downlink=Rescaling(spread, head.noise(setting)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(acquainted=True),
         central=AssumedCentral(budget.sigma(), budget.sensitivity),

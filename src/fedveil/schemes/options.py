@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from fedveil.downlink.rescaling import HeadNoise
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
+from fedveil.plain import list_of
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
 from fedveil.uplink.graph import COLLUSION
@@ -174,15 +175,46 @@ class HeadOptions:
     head_strength: float = 1.0
     head_noise: bool = True
 
-    def noise(self, setting: Setting, groups: int | None) -> HeadNoise | None:
-        """The head noise that fits the loss, if it is wanted."""
+    def noise(self, setting: Setting) -> HeadNoise | None:
+        """The head noise that fits the loss, with one γ, if it is wanted."""
         if not self.head_noise:
             return None
         refuse_head_noise(setting.loss)
         weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
         if not self.head_strength > 0:
             raise ConfigError(f"head_strength must be positive (got {self.head_strength}); 1 is the default.")
-        return HeadNoise(groups, self.head_strength, weighted)
+        return HeadNoise(1, self.head_strength, weighted)
+
+
+@dataclass(frozen=True)
+class GroupedHeadOptions(HeadOptions):
+    """The same with several γ: so many, or by a partition of the outputs."""
+
+    head_groups: int | None = None
+    head_partition: str | None = None
+
+    def noise(self, setting: Setting) -> HeadNoise | None:
+        """The head noise that fits the loss, if it is wanted."""
+        noise, given = super().noise(setting), self.head_partition
+        if given is not None and (noise is None or self.head_groups is not None):
+            other = spelled("head_noise", False) if noise is None else spelled("head_groups")
+            raise ConfigError(
+                f"{spelled('head_partition')} says itself which outputs share a γ: leave it or {other} out."
+            )
+        if noise is None:
+            return None
+        return replace(noise, groups=self.head_groups, partition=None if given is None else _partition(given))
+
+
+def _partition(text: str) -> tuple[int, ...]:
+    numbers = list_of(text, "head_partition")
+    count = len(set(numbers))
+    if set(numbers) != set(range(count)):
+        raise ConfigError(
+            f"head_partition names the γ of every output by whole numbers from 0 on, none left out: {text[:60]!r} does "
+            "not."
+        )
+    return tuple(map(int, numbers))
 
 
 @dataclass(frozen=True)
