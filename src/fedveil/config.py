@@ -433,6 +433,18 @@ class RunConfig:
         "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).",
         shown="ckks",
     )
+    ckks_degree: int | None = _option(
+        _HIDDEN,
+        "ckks: degree of the ring, 4096, 8192 or 16384; what is below 128 bits of security is refused.",
+        shown="the smallest that holds the sums",
+        before=None,
+    )
+    ckks_scale: int | None = _option(
+        _HIDDEN,
+        "ckks: bits of the scale; one that leaves no room, or errs by more than 10⁻⁶, is refused.",
+        shown="the largest with room",
+        before=None,
+    )
     max_update_norm: float | None = _setting(
         _BAD,
         "Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks "

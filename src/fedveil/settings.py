@@ -190,6 +190,12 @@ class Settings(TypedDict, total=False):
     cipher: str | None
     """paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).
     (default: ckks)"""
+    ckks_degree: int | None
+    """ckks: degree of the ring, 4096, 8192 or 16384; what is below 128 bits of security is refused. (default: the
+    smallest that holds the sums)"""
+    ckks_scale: int | None
+    """ckks: bits of the scale; one that leaves no room, or errs by more than 10⁻⁶, is refused. (default: the largest
+    with room)"""
     max_update_norm: float | None
     """Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks rounds
     whose mean is longer. (default: none; clipped ones are held to --clip)"""
