@@ -421,7 +421,9 @@ class RunConfig:
     select_above: float | None = _later("ppdl: threshold of random choices, and of laplace.", shown="0.0001")
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
     strategy: str | None = _option(
-        _HIDDEN, "paraaegis: hide the max (largest), min or random coordinates.", shown="max"
+        _HIDDEN,
+        "paraaegis: hide the max (largest), min or random coordinates; random-votes: each client votes at random.",
+        shown="max",
     )
     vote: str | None = _option(
         _HIDDEN,

@@ -183,7 +183,8 @@ class Settings(TypedDict, total=False):
     share_decay: float | None
     """paraaegis: factor λ on the share per round. (default: 1)"""
     strategy: str | None
-    """paraaegis: hide the max (largest), min or random coordinates. (default: max)"""
+    """paraaegis: hide the max (largest), min or random coordinates; random-votes: each client votes at random.
+    (default: max)"""
     vote: str | None
     """paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).
     (default: tags)"""

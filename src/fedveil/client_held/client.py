@@ -46,6 +46,7 @@ from fedveil.roles.client import Answer, ClientTerms, Participant, Promised, own
 from fedveil.roles.server import Mover, Optimiser
 from fedveil.tensors import raw
 from fedveil.uplink.unmasking import Unmask
+from fedveil.uplink.vote import ballot
 from fedveil.work.messages import ClientData
 
 First = Callable[[bytes], Held]
@@ -207,10 +208,11 @@ class HolderRole(Participant):
             pending = Pending(context.round, context.attempt, contribution, winners)
             return self._upload(state, context, pending, self._keeper.held(state).transcript)
         state = replace(state, pending=Pending(context.round, context.attempt, contribution))
+        indices = uplink.chosen(contribution, client=state.client, secrets=self._secrets, **which)
         if uplink.ballots is None:
-            tags = uplink.vote(contribution, state.membership(), **which)
+            tags = uplink.vote(indices, state.membership(), round=context.round, attempt=context.attempt)
             return state, Vote(state.client, context.round, context.attempt, tags)
-        words = uplink.marked(contribution, round=context.round, size=size)
+        words = ballot(indices, size)
         transcript = self._keeper.held(state).transcript
         return uplink.ballots.hide_words(
             state, words, context.stage(_VOTE), secrets=self._secrets, transcript=transcript

@@ -127,6 +127,10 @@ TAGS = (
     "side it reads every vote; and it may call any tags it was sent the winners (vote = histogram shows it no vote)"
 )
 COUNTS = "votes: every client reads how many voted for each parameter, without noise (vote = tags: only which have won)"
+RANDOM_VOTES = (
+    "votes: every client draws what it votes for by its own secrets, so that votes, their overlaps and who wins tell "
+    "nothing about data"
+)
 SUMS_OPEN = (
     "the hidden sums, and with them the mean training loss: every client reads them, without noise; the fewer uploads "
     "a sum holds, the more it says about each"
