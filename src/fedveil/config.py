@@ -395,6 +395,13 @@ class RunConfig:
         before="tail",
         before_of=("mpdp", "mpdp-naive", "mp-cdp"),
     )
+    sigma_own: float | None = _later(
+        "mpdp: σ_η itself, the deviation of what each client adds for itself to its gradient, instead of ε."
+    )
+    sigma_pair: float | None = _later("mpdp: σ_Δ itself, of what each pair shares; goes with --sigma-own.")
+    client_weights: str | None = _later(
+        "mpdp, mpdp-naive, mp-cdp: clients count by their samples, or equal: the paper's mean, 1/K.", shown="samples"
+    )
     skip_cancelling: bool | None = _option(
         _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"
     )
@@ -601,6 +608,13 @@ class RunConfig:
                 )
             if given is not None:
                 numbers_of(given, name)
+        if self.sigma_own is not None or self.sigma_pair is not None:
+            for name in ("epsilon", "calibration", "pair_strength"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"sigma_own and sigma_pair say how much noise there is, and {name} would say it again: leave "
+                        f"{spelled(name)} out. The ledger says what ε follows."
+                    )
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
         if self.clients == 0 and self.partition not in ("site", "group"):

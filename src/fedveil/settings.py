@@ -152,6 +152,12 @@ class Settings(TypedDict, total=False):
     calibration: str | None
     """mpdp, mpdp-naive, mp-cdp: σ by their paper's equations, or by a tail bound (as FedVeil had it first). (default:
     equations)"""
+    sigma_own: float | None
+    """mpdp: σ_η itself, the deviation of what each client adds for itself to its gradient, instead of ε."""
+    sigma_pair: float | None
+    """mpdp: σ_Δ itself, of what each pair shares; goes with --sigma-own."""
+    client_weights: str | None
+    """mpdp, mpdp-naive, mp-cdp: clients count by their samples, or equal: the paper's mean, 1/K. (default: samples)"""
     skip_cancelling: bool | None
     """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
     cover: str | None

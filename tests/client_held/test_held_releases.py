@@ -152,7 +152,7 @@ def test_what_carries_data_says_what_covers_it(name: str) -> None:
         assert upload.with_client == ("noised" if serial else "masked" if pads else "open")
         assert total.protection == ("noised" if serial else "masked")
         assert {upload.noise, total.noise} == {"Gaussian" if serial else "none"}
-    if "vote.tags" in found:
+    if "vote.tags" in found and votes:
         assert (found["vote.tags"].protection, found["vote.tags"].with_client) == ("linked", "open")
     if "vote.ballot" in found:
         assert (found["vote.ballot"].protection, found["vote.ballot"].with_client) == ("encrypted", "masked")

@@ -282,6 +282,11 @@ class Channel(Protocol):
         """Whether the server can read one client's upload, under noise or not."""
         return True
 
+    @property
+    def equal(self) -> bool:
+        """Whether every client of a round counts the same, whatever its number of samples."""
+        return False
+
     def absences(self, clients: int) -> int | None:
         """How many of a round's `clients` may be missing before its sum cannot be opened; None: all but the first."""
         return None

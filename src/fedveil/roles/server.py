@@ -473,6 +473,8 @@ class ServerRole(Conductor):
 
     def _weight(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> Tensor:
         """What the sum is divided by."""
+        if self._uplink.equal:
+            return torch.full_like(summed, float(len(arrived)))
         if context.directory is None:
             return summed
         # Whoever has announced its size is held to it: what an upload says is not asked.
