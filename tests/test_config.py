@@ -244,6 +244,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "max_loss_jump": 3.0,
         "augment": "crop,flip",
         "head_partition": "0,1",
+        "epsilon_per_client": "1,2",
     }
     schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}
     beside: dict[str, dict[str, Any]] = {name: {"lr_schedule": shape} for name, shape in schedules.items()}

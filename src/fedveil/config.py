@@ -343,6 +343,11 @@ class RunConfig:
     epsilon: float | None = _option(
         _PRIVACY, "ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round.", shown="3"
     )
+    epsilon_per_client: str | None = _later(
+        "ε of each client, in their order: 1,2,4. Noise of a client's own is made for its own; shared noise for the "
+        "strictest.",
+        listed=True,
+    )
     delta: float | None = _option(_PRIVACY, "δ.", shown="1e-5")
     clip: float | None = _option(
         _PRIVACY, "Largest L2 norm of a sample's gradient; of an update, with local training.", shown="1"
@@ -356,6 +361,7 @@ class RunConfig:
     clip_share: float | None = _later("adaptive clip: share of every round's μ² that pays for it.", shown="0.1")
     clip_range: float | None = _later("adaptive clip: within how many times --clip it stays.", shown="10")
     noise_decay: float | None = _later("Factor on the deviation of noise, each round.", shown="1; varying-dp: 0.9")
+    clip_decay: float | None = _later("Factor on the clip, each round, and on the noise with it.", shown="1")
     accounting: str | None = _option(
         _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
     )
@@ -608,6 +614,8 @@ class RunConfig:
                 )
             if given is not None:
                 numbers_of(given, name)
+        if self.epsilon is not None and self.epsilon_per_client is not None:
+            raise ConfigError("Give epsilon, or epsilon_per_client, not both.")
         if self.sigma_own is not None or self.sigma_pair is not None:
             for name in ("epsilon", "calibration", "pair_strength"):
                 if getattr(self, name) is not None:

@@ -113,6 +113,9 @@ class Settings(TypedDict, total=False):
     """Scales lie in 1/spread … spread; set for veil-dp, it takes them. (default: 4; veil-dp: 1.5)"""
     epsilon: float | None
     """ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round. (default: 3)"""
+    epsilon_per_client: str | Sequence[float] | None
+    """ε of each client, in their order: 1,2,4. Noise of a client's own is made for its own; shared noise for the
+    strictest."""
     delta: float | None
     """δ. (default: 1e-5)"""
     clip: float | None
@@ -130,6 +133,8 @@ class Settings(TypedDict, total=False):
     """adaptive clip: within how many times --clip it stays. (default: 10)"""
     noise_decay: float | None
     """Factor on the deviation of noise, each round. (default: 1; varying-dp: 0.9)"""
+    clip_decay: float | None
+    """Factor on the clip, each round, and on the noise with it. (default: 1)"""
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None

@@ -162,6 +162,7 @@ class HolderRole(Participant):
         self._uplink.fits(len(members), asked=ring.known().epoch.size)
         state.ring().vouch_for(members)
         self._policy.check_cohort(state.client, len(members))
+        self._check_shrunk(state.client, context.round)
         context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         return context
 

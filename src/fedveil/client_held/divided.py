@@ -20,7 +20,7 @@ from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Aggregate, each_once, releases_of, releases_of_all
-from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
+from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded, clip_factor
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.grid_noise import add_residual, gridded
@@ -213,8 +213,9 @@ class Parallel(Channel):
     def _noised(
         self, part: Tensor, state: ClientState, context: RoundContext, terms: Terms, secrets: SecretSource
     ) -> Tensor:
-        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps."""
+        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps; where θ shrinks, u is in units of the round's."""
         assert self.noise is not None
+        part = part / clip_factor(terms.work, context.round)
         samples = context.samples()[context.cohort.index(state.client)]
         short = clipped(part, samples * bounded(terms.work).largest)
         words = gridded(self.noise, context, terms).encode(short)
@@ -251,7 +252,10 @@ class Parallel(Channel):
             opened = self.cipher.read(group, hidden, contributors, context.stage(1)) * float(sum(context.samples()))
         if len(opened) != len(winners) + length - size:
             raise ProtocolError(f"a hidden sum has {len(opened)} numbers where {len(winners) + length - size} belong")
-        put_together(whole, winners, size, rest=rest.double() * unit, hidden=opened)
+        shrunk = clip_factor(terms.work, context.round)
+        if self.throughout:
+            opened = opened * shrunk
+        put_together(whole, winners, size, rest=rest.double() * (unit * shrunk), hidden=opened)
         assert context.directory is not None
         return whole / float(sum(context.directory.samples_of(contributors)))
 

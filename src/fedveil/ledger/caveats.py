@@ -188,6 +188,14 @@ def shrinking_noise(decay: float, rounds: int, first: float, last: float) -> str
     )
 
 
+def shrinking_clip(decay: float, rounds: int, last: float) -> str:
+    """What it means that the clip shrinks over rounds; `last` is the last one's over the first one's."""
+    return (
+        f"the clip is multiplied by {decay:g} from each round to the next, to {last:.3g} of itself in the last of "
+        f"{rounds} rounds, and the noise with it: what a round costs is what it would cost with the first clip"
+    )
+
+
 def adaptive_clip(share: float, longer: float) -> str:
     """What a clip costs that follows the updates."""
     return (

@@ -46,12 +46,12 @@ from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.messages import ClipBroadcast
 from fedveil.downlink.rescaling import head_site
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy, SampledRounds
+from fedveil.ledger.policy import OwnLimits, Policy, SampledRounds
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.key_agreement import KEY_SIZES, introduce
 from fedveil.protocol.messages import Reply, Request, Train
-from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
+from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, clip_factor, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
 from fedveil.work.messages import ClientData, RunMany, Workspace
@@ -138,6 +138,8 @@ def own_target(scheme: Scheme) -> Policy:
         return Policy()
     if plan.sampling is not None:
         return SampledRounds(rounds=plan.target.participations)
+    if plan.target.each and plan.layout == "local":
+        return OwnLimits(delta=plan.target.delta, each=plan.target.each)
     return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
 
 
@@ -208,6 +210,12 @@ class Participant(ABC):
         A client that would have raised gives its error in place of a reply. `promised` is told a state in which a round
         is promised and paid for.
         """
+
+    def _check_shrunk(self, client: int, round: int) -> None:
+        """Refuse a round whose clip has shrunk below what the policy allows."""
+        clip, factor = self._scheme.work.clip, clip_factor(self._scheme.work, round)
+        if clip is not None and factor != 1:
+            self._policy.check_clip(client, clip * factor)
 
     def _introduced(
         self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
@@ -317,6 +325,7 @@ class ClientRole(Participant):
         if rule is not None and start is not None and isinstance(sent, ClipBroadcast):
             rule.check(float(sent.clip), start=start, round=request.round)
             self._policy.check_clip(state.client, float(sent.clip))
+        self._check_shrunk(state.client, request.round)
 
     def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
         """One context per message: simulated clients that were sent the same one share it."""

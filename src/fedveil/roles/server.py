@@ -60,7 +60,7 @@ from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
-from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length
+from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length, clip_factor
 from fedveil.protocol.phases import (
     Ask,
     DeclaredOnly,
@@ -449,6 +449,9 @@ class ServerRole(Conductor):
         check_length(recovered.gradient, self._scheme.max_update_norm, "the mean of the uploads")
         if central is not None:
             central.on_gradient(recovered.gradient, context, stream=stream)
+        shrunk = clip_factor(self._scheme.work, context.round)
+        if shrunk != 1:
+            recovered = replace(recovered, gradient=recovered.gradient * shrunk)  # it came in units of the clip
         if self._adaptive is None:
             return recovered, None
         start, now = self._scheme.work.clip, self._clip

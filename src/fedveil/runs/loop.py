@@ -33,6 +33,7 @@ from fedveil.errors import (
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.parts import clip_factor
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunJudged, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
@@ -448,6 +449,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     if state.clip is not None:
         row["clip"] = state.clip
+    elif job.scheme.work.clip is not None and clip_factor(job.scheme.work, 1) != 1:
+        row["clip"] = job.scheme.work.clip * clip_factor(job.scheme.work, done.round)
     if done.held_back is not None:
         row |= named_figures(job.scheme, done.held_back)
     every = job.config.evaluate_every

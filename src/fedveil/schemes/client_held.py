@@ -61,7 +61,9 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive:
     return Scheme(
         name="dp-fedavg",
         downlink=Plain(),
-        work=ClippedUpdate(local.training(setting, epochs=1), dp.clip, adaptive.rule()),
+        work=ClippedUpdate(
+            local.training(setting, epochs=1), dp.clip, adaptive.rule(), clip_decay=dp.shrinking(setting)
+        ),
         uplink=Noised(_plan(setting, dp)),
         caveats=Caveats(paper=_PAPER),
     )
@@ -113,7 +115,7 @@ def serial(
     return Scheme(
         name="serial",
         downlink=Kept(),
-        work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False),
+        work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False, clip_decay=dp.shrinking(setting)),
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, dp), throughout=True),
         holder="clients",
         caveats=Caveats(paper=_PAPER),
@@ -152,10 +154,11 @@ def paraaegis(
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(masking.masks(1.0)) if votes and vote == "histogram" else None
     training = local.training(setting, epochs=1)
+    noised = DividedUpdate(training, dp.clip, reports=share > 0, clip_decay=dp.shrinking(setting))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),
-        work=replace(training, refuses=False) if everything else DividedUpdate(training, dp.clip, reports=share > 0),
+        work=replace(training, refuses=False) if everything else noised,
         uplink=Parallel(
             ratio,
             hiding if share > 0 else None,

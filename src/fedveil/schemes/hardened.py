@@ -90,7 +90,7 @@ def veil_dp(
     return Scheme(
         name="veil-dp",
         downlink=Rescaling(1.5 if spread is None else spread, family=family),
-        work=LocalOptions().clipped(setting, dp.clip),
+        work=LocalOptions().clipped(setting, dp),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,
     )

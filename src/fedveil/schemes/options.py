@@ -23,7 +23,7 @@ from fedveil.uplink.noised import Dropouts, Noised
 from fedveil.uplink.unmasking import Quorum
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Schedule
-from fedveil.work.clipping import ClippedSamples, ClippedUpdate
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 
@@ -70,10 +70,26 @@ class DpOptions(Budget):
     clip: float = 1.0
     accounting: Accounting = "exact"
     noise_decay: float = 1.0
+    clip_decay: float = 1.0
+    epsilon_per_client: str | None = None
 
     def target(self, setting: Setting) -> Target:
-        """What a whole run aims at, with noise that shrinks over its rounds where that is asked for."""
-        return replace(super().target(setting), decay=self.noise_decay)
+        """What a whole run aims at, with noise that shrinks over its rounds and ε of each client's own where asked."""
+        whole = replace(super().target(setting), decay=self.noise_decay)
+        if self.epsilon_per_client is None:
+            return whole
+        each = list_of(self.epsilon_per_client, "epsilon_per_client")
+        if setting.clients and len(each) != setting.clients:
+            raise ConfigError(
+                f"epsilon_per_client names {len(each)} clients, and there are {setting.clients}: give one ε for each."
+            )
+        return replace(whole, epsilon=min(each), each=each)
+
+    def shrinking(self, setting: Setting) -> float:
+        """The factor on the clip each round, if the last round's can be computed with."""
+        check_clip_decay(self.clip_decay)
+        check_bound(self.clip * self.clip_decay ** (setting.rounds - 1))
+        return self.clip_decay
 
 
 @dataclass(frozen=True)
@@ -149,11 +165,12 @@ class LocalOptions:
     def clipped(
         self,
         setting: Setting,
-        clip: float,
+        dp: DpOptions,
         secret_sampling: float | None = None,
         adaptive: AdaptiveClip | None = None,
     ) -> ClippedSamples | ClippedUpdate:
         """One step on clipped samples, or, with local training, a clipped update."""
+        decay = dp.shrinking(setting)
         if self.one_gradient:
             self.refuse_training()
             if adaptive is not None:
@@ -162,10 +179,10 @@ class LocalOptions:
                     f"sample is clipped by itself: give more than one {spelled('local_steps')}, or "
                     f"{spelled('local_epochs')}."
                 )
-            return ClippedSamples(setting.loss, setting.batches, clip, setting.vectorise, secret_sampling)
+            return ClippedSamples(setting.loss, setting.batches, dp.clip, setting.vectorise, secret_sampling, decay)
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
-        return ClippedUpdate(self.training(setting), clip, adaptive)
+        return ClippedUpdate(self.training(setting), dp.clip, adaptive, clip_decay=decay)
 
 
 @dataclass(frozen=True)
