@@ -54,6 +54,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, clip_factor, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
+from fedveil.work.clipping import statistics_in
 from fedveil.work.messages import ClientData, RunMany, Workspace
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class ClientRole(Participant):
         self._latest: tuple[Train, RoundContext] | None = None
         if self._books_repairs:
             self._policy.check_scheme(
-                noised=scheme.uplink.plan is not None,
+                noised=scheme.uplink.plan is not None and not statistics_in(self._terms.layout),
                 clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
                 repaired=scheme.repairs and not scheme.honest_arrivals,

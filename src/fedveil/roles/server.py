@@ -558,6 +558,9 @@ class Mover:
         self._architecture = architecture
         self._optimiser = optimiser
         self._momenta = _statistics_momenta(architecture)
+        sizes = [torch.tensor([False, True]).repeat_interleave(size) for _, size in architecture.statistics_sizes]
+        marks = torch.cat(sizes) if sizes else torch.empty(0, dtype=torch.bool)
+        self._variances = marks.to(architecture.trainable.device)
 
     def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
         """Change `weights` and `velocity` in place; frozen parameters stay."""
@@ -567,7 +570,8 @@ class Mover:
         if recovered.statistics.numel():
             running = weights.statistics.to(torch.float64)
             running += self._momenta * (recovered.statistics - running)
-            weights.statistics.copy_(running)
+            # Under noise a variance may come out below 0, of which there is no root.
+            weights.statistics.copy_(torch.where(self._variances, running.clamp(min=0.0), running))
 
 
 def _statistics_momenta(architecture: Architecture) -> Tensor:

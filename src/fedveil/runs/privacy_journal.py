@@ -203,7 +203,7 @@ class PrivacyJournal:
         self._open: RoundBegins | None = None
         self.pinned = job.guard.identities is not None
         """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
-        self.accountant = accountant_for(job.scheme, len(job.pool))
+        self.accountant = None if job.unbounded else accountant_for(job.scheme, len(job.pool))
         self.first: NoiseLayout | None = None
         self._first_plan = self._earlier = job.scheme.plan
         if self.accountant is None:

@@ -62,7 +62,11 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive:
         name="dp-fedavg",
         downlink=Plain(),
         work=ClippedUpdate(
-            local.training(setting, epochs=1), dp.clip, adaptive.rule(), clip_decay=dp.shrinking(setting)
+            local.training(setting, epochs=1),
+            dp.clip,
+            adaptive.rule(),
+            clip_decay=dp.shrinking(setting),
+            statistics=dp.by_paper,
         ),
         uplink=Noised(_plan(setting, dp)),
         caveats=Caveats(paper=_PAPER),

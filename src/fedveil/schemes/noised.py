@@ -33,7 +33,7 @@ def ldp(
     return Scheme(
         name="ldp",
         downlink=Plain(),
-        work=local.clipped(setting, dp, secret_sampling, adaptive.rule()),
+        work=local.clipped(setting, dp, secret_sampling, adaptive.rule(), statistics=dp.by_paper),
         uplink=Noised(plan),
         caveats=Caveats(paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)"),
     )
@@ -78,7 +78,7 @@ def nadp(
     return Scheme(
         name="nadp",
         downlink=Plain(),
-        work=local.clipped(setting, dp, adaptive=adaptive.rule()),
+        work=local.clipped(setting, dp, adaptive=adaptive.rule(), statistics=dp.by_paper),
         uplink=pairs.noised(setting, dp, cancelling=not skip_cancelling),
         honest_arrivals=pairs.honest_arrivals,
         caveats=Caveats(paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)"),

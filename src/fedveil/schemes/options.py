@@ -85,6 +85,11 @@ class DpOptions(Budget):
             )
         return replace(whole, epsilon=min(each), each=each)
 
+    @property
+    def by_paper(self) -> bool:
+        """Whether noise is the paper's, of whatever worth."""
+        return self.accounting == "paper"
+
     def shrinking(self, setting: Setting) -> float:
         """The factor on the clip each round, if the last round's can be computed with."""
         check_clip_decay(self.clip_decay)
@@ -168,8 +173,10 @@ class LocalOptions:
         dp: DpOptions,
         secret_sampling: float | None = None,
         adaptive: AdaptiveClip | None = None,
+        *,
+        statistics: bool = False,
     ) -> ClippedSamples | ClippedUpdate:
-        """One step on clipped samples, or, with local training, a clipped update."""
+        """One step on clipped samples, or, with local training, a clipped update, batch `statistics` beside it."""
         decay = dp.shrinking(setting)
         if self.one_gradient:
             self.refuse_training()
@@ -182,7 +189,7 @@ class LocalOptions:
             return ClippedSamples(setting.loss, setting.batches, dp.clip, setting.vectorise, secret_sampling, decay)
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
-        return ClippedUpdate(self.training(setting), dp.clip, adaptive, clip_decay=decay)
+        return ClippedUpdate(self.training(setting), dp.clip, adaptive, clip_decay=decay, statistics=statistics)
 
 
 @dataclass(frozen=True)

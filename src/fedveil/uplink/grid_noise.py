@@ -13,6 +13,7 @@ from fedveil.secrets import SecretSource
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise, grid_of
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.work.clipping import STATISTICS_CUT, statistics_in
 
 _PAIR = "pair noise"
 
@@ -26,7 +27,8 @@ def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
 def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
     # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
     noise_layout, most = planned(plan, context, terms.work), max(context.samples())
-    return grid_of(noise_layout, length=terms.layout.length, largest=max(most, most * bounded(terms.work).largest))
+    widest = max(1.0, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
+    return grid_of(noise_layout, length=terms.layout.length, largest=most * widest)
 
 
 def add_residual(

@@ -17,7 +17,7 @@ from fedveil.errors import Code, ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
-from fedveil.work.gradients import weighted
+from fedveil.work.gradients import contribution_layout, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
@@ -69,16 +69,31 @@ def refuse_renormed(architecture: Architecture) -> None:
             )
 
 
-def bounded_layout(architecture: Architecture, *, tensors: int) -> Layout:
-    """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
+STATISTICS_CUT = 2.0**10
+"""Batch statistics that travel under noise without a proof are cut off beyond this, so that sums have room for them."""
+
+
+def statistics_in(layout: Layout) -> int:
+    """How many batch statistics a contribution carries."""
+    return math.prod(dict(layout.sections).get("statistics", (0,)))
+
+
+def bounded_layout(architecture: Architecture, *, tensors: int, statistics: bool = False) -> Layout:
+    """gradients (1 × parameters) and weight; values and statistics are empty, for nothing would bound them.
+
+    With `statistics` those of batch normalisations are there all the same: nothing is then proven.
+    """
     if tensors != 1:
         raise ConfigError(
             f"Clipping bounds one gradient, and this downlink asks for {tensors} (head noise). Drop the head noise "
             "or the differential-privacy claim."
         )
-    refuse_batch_norm(architecture)
+    carried = statistics_in(contribution_layout(architecture, tensors=1)) if statistics else 0
+    if not carried:
+        refuse_batch_norm(architecture)
     refuse_renormed(architecture)
-    return Layout((("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+    sizes = (("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (carried,)), ("weight", (1,)))
+    return Layout(sizes)
 
 
 SMALLEST_CLIP = 1e-12
@@ -383,9 +398,14 @@ class BoundedUpdate(ClippedWork):
 
 @dataclass(frozen=True)
 class ClippedUpdate(BoundedUpdate):
-    """The whole update is clipped: n_k · u·min(1, θ/‖u‖). An `adaptive` clip follows the updates, in units of θ."""
+    """The whole update is clipped: n_k · u·min(1, θ/‖u‖). An `adaptive` clip follows the updates, in units of θ.
+
+    With `statistics`, where accounting is the paper's, batch normalisations train too: their statistics travel behind
+    the update, under the same noise and clipped by nobody, so that nothing is proven of such a run.
+    """
 
     adaptive: AdaptiveClip | None = None
+    statistics: bool = field(default=False, kw_only=True)
 
     reports = False
 
@@ -408,7 +428,7 @@ class ClippedUpdate(BoundedUpdate):
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k) and weight, and with an adaptive clip whether it was enough; nothing else leaves."""
-        layout = bounded_layout(architecture, tensors=tensors)
+        layout = bounded_layout(architecture, tensors=tensors, statistics=self.statistics and self.adaptive is None)
         if self.adaptive is None:
             return layout
         return Layout((*layout.sections[:-1], ("within", (1,)), layout.sections[-1]))
@@ -423,7 +443,11 @@ class ClippedUpdate(BoundedUpdate):
             update = moved[: workspace.architecture.size]
         if self.adaptive is None:
             in_units = update if self.clip_decay == 1.0 else update / self.clip_decay**round
-            return weighted(clipped(in_units, self.clip * samples), samples, share=1.0 / samples)
+            sent = clipped(in_units, self.clip * samples)
+            if carried := statistics_in(workspace.layout):
+                told = sent.new_zeros(carried) if isinstance(moved, NumericError) else moved[-1 - carried : -1].to(sent)
+                sent = torch.cat([sent, told.clamp(-STATISTICS_CUT * samples, STATISTICS_CUT * samples)])
+            return weighted(sent, samples, share=1.0 / samples)
         assert isinstance(broadcast, ClipBroadcast)
         clip = float(broadcast.clip)
         within = not away and float(scaled_norms(update[None])) <= clip * samples
