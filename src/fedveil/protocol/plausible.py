@@ -24,9 +24,9 @@ from torch import Tensor
 from fedveil.errors import Code, ProtocolError
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.parts import RoundContext, Terms, adapting, bounded, planned
+from fedveil.tensors import statistics_in
 from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.noise_plan import NoisePlan
-from fedveil.work.clipping import statistics_in
 from fedveil.work.messages import LocalWork
 
 FALSE_ALARM_BITS = 40

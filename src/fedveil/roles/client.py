@@ -54,7 +54,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, clip_factor, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.clipping import statistics_in
+from fedveil.tensors import statistics_in
 from fedveil.work.messages import ClientData, RunMany, Workspace
 
 if TYPE_CHECKING:

@@ -46,10 +46,11 @@ from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
+from fedveil.tensors import statistics_in
 from fedveil.uplink.grouped import check_grouped
 from fedveil.work import Batches, BinaryCrossEntropy, Loss
 from fedveil.work.batches import Factor
-from fedveil.work.clipping import refuse_batch_norm, statistics_in
+from fedveil.work.clipping import refuse_batch_norm
 from fedveil.work.losses import CrossEntropy, SquareLoss
 
 if TYPE_CHECKING:

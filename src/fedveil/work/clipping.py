@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
 from fedveil.downlink.messages import Broadcast, ClipBroadcast
 from fedveil.errors import Code, ConfigError, NumericError, spelled
-from fedveil.tensors import LARGEST, Layout
+from fedveil.tensors import LARGEST, STATISTICS_CUT, Layout, statistics_in
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import contribution_layout, weighted
@@ -67,15 +67,6 @@ def refuse_renormed(architecture: Architecture) -> None:
                 "take a scheme without noise.",
                 code=Code.STATEFUL,
             )
-
-
-STATISTICS_CUT = 2.0**10
-"""Batch statistics that travel under noise without a proof are cut off beyond this, so that sums have room for them."""
-
-
-def statistics_in(layout: Layout) -> int:
-    """How many batch statistics a contribution carries."""
-    return math.prod(dict(layout.sections).get("statistics", (0,)))
 
 
 def bounded_layout(architecture: Architecture, *, tensors: int, statistics: bool = False) -> Layout:
