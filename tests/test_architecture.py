@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roles": {"errors", "tensors", "secrets", "shapes", "protocol", "downlink", "work", "ledger", "crypto"},
     "client_held": {"errors", "tensors", "secrets", "shapes"} | (PARTS - {"client_held"}),
     "engine": {"errors", "processes", "tensors", "protocol", "roles", "client_held", "work"},
-    "schemes": {"errors", "own_code", "tensors", "secrets"} | PARTS,
+    "schemes": {"errors", "own_code", "plain", "tensors", "secrets"} | PARTS,
     "record": LEAVES | PARTS,
     "runs": LEAVES | PARTS | {"record", "schemes", "engine"},
     "flower": LEAVES | PARTS | {"runs", "schemes", "engine"},

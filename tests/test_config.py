@@ -65,6 +65,19 @@ def test_the_defaults_survive_toml(tmp_path: Path) -> None:
     assert through_toml(RunConfig(), tmp_path) == RunConfig()
 
 
+@pytest.mark.parametrize("given", ["0,0,1", [0, 0, 1], (0, 0, 1)])
+def test_a_list_may_be_given_as_one_or_as_it_is_typed(tmp_path: Path, given: object) -> None:
+    config = RunConfig.from_mapping({"head_partition": given})
+    assert config.head_partition == "0,0,1"
+    assert through_toml(config, tmp_path) == config
+
+
+@pytest.mark.parametrize("given", ["0,x", "", [0, "1"], [True], []])
+def test_what_is_no_list_of_numbers_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="head_partition is a list of numbers"):
+        RunConfig.from_mapping({"head_partition": given})
+
+
 @pytest.mark.parametrize("text", ['quo"te', "back\\slash", "new\nline", "tab\t", "ümläut ε", "# no comment", "'''"])
 def test_awkward_texts_survive_toml(tmp_path: Path, text: str) -> None:
     assert through_toml(RunConfig(dataset=text), tmp_path).dataset == text
@@ -200,7 +213,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "record": True,
         "early_stopping": 3,
     }
-    free |= {"monitor": "loss", "workers": 2, "on_bad_round": "stop", "max_bad_rounds": 2}
+    free |= {"monitor": "loss", "target_accuracy": 0.5, "workers": 2, "on_bad_round": "stop", "max_bad_rounds": 2}
     for name, value in free.items():
         assert config.with_changes(**{name: value}).fingerprint() == config.fingerprint()
     recorded = {"record_rounds": "1,2", "record_clients": "3"}
@@ -230,6 +243,8 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "optimiser": "yogi",
         "max_loss_jump": 3.0,
         "augment": "crop,flip",
+        "head_partition": "0,1",
+        "epsilon_per_client": "1,2",
     }
     schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}
     beside: dict[str, dict[str, Any]] = {name: {"lr_schedule": shape} for name, shape in schedules.items()}

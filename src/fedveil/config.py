@@ -15,13 +15,22 @@ from typing import Any
 
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
-from fedveil.plain import ModelOption, augmenting, numbers_of, toml_of
+from fedveil.plain import (
+    ModelOption,
+    augmenting,
+    checked_setting,
+    declare,
+    list_of,
+    numbers_of,
+    shares_of,
+    toml_of,
+    typed_list,
+)
 
 OBJECT = "python:"
 """How a setting begins that was given as an object from Python: no file or command can stand for it."""
 
 _LARGEST_SEED = (1 << 63) - 1
-_LARGEST_WHOLE = 1 << 53
 
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
 _HIDDEN, _LIMITS, _MACHINE, _AUDIT, _BAD = "Hidden share", "Clients' own limits", "Machine", "Audit", "Bad uploads"
@@ -40,15 +49,6 @@ def _up_to(most: int, *, least: int = 1) -> Check:
 
 
 _STEPS = _up_to(10**7)
-
-
-def shares_of(text: str) -> tuple[float, ...]:
-    """Shares as they are typed, 0.5,0.75: ascending, each between 0 and 1; none where the text is something else."""
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        return ()
-    return shares if all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares)) else ()
 
 
 _SHARES: Check = (
@@ -72,39 +72,7 @@ _BELONGS: dict[str, tuple[str, tuple[str | None, ...]]] = {
 }
 
 
-def _setting(
-    panel: str,
-    words: str,
-    default: Any = None,
-    *,
-    shown: str = "",
-    check: Check | None = None,
-    choices: tuple[str, ...] = (),
-    of_scheme: bool = False,
-    shapes_run: bool = True,
-    before: Any = dataclasses.MISSING,
-    before_of: tuple[str, ...] = (),
-) -> Any:
-    """One setting: where its flag stands in the help, what is said of it, and what it may be.
-
-    `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
-    schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
-    before there was this setting (those of the schemes `before_of`, where it is an option): folders without it mean
-    that, and it leaves no mark in their fingerprint.
-    """
-    if not shown and default is not None:
-        shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
-    told = f"{words} (default: {shown})" if shown else words
-    kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
-    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before, "before_of": before_of}
-    return field(default=default, metadata=kept)
-
-
-def _form(default: object) -> str:
-    return "g" if isinstance(default, float) else ""
-
-
-_option = functools.partial(_setting, of_scheme=True)
+_option = functools.partial(declare, of_scheme=True)
 _later = functools.partial(_option, _PRIVACY, before=None)
 
 
@@ -115,11 +83,9 @@ class RunConfig:
     None means: the scheme's or the data's own default.
     """
 
-    scheme: str = _setting("", "Named scheme (see `fedveil schemes`), or file.py:function of your own.", "lossless")
-    dataset: str = _setting(
-        _DATA, "digits, breast-cancer, a file or folder, or file.py:function of your own.", "digits"
-    )
-    model: str = _setting(_TRAIN, "Model name, or package.module:factory.", "mlp")
+    scheme: str = declare("", "Named scheme (see `fedveil schemes`), or file.py:function of your own.", "lossless")
+    dataset: str = declare(_DATA, "digits, breast-cancer, a file or folder, or file.py:function of your own.", "digits")
+    model: str = declare(_TRAIN, "Model name, or package.module:factory.", "mlp")
     model_options: dict[str, ModelOption] = field(
         default_factory=dict, metadata={"help": "key=value, repeatable: -o depth=5.", "panel": _TRAIN}
     )
@@ -127,53 +93,53 @@ class RunConfig:
         default=None,
         metadata={"help": "An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."},
     )
-    clients: int = _setting(
+    clients: int = declare(
         _TRAIN,
         "Number of clients; 0: one per site or group.",
         10,
         shown="10; sites: one each",
         check=_up_to(1 << 20, least=0),
     )
-    rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_up_to(10**7), shapes_run=False)
-    seed: int | None = _setting(
+    rounds: int = declare(_TRAIN, "Number of rounds.", 50, check=_up_to(10**7), shapes_run=False)
+    seed: int | None = declare(
         _MACHINE,
         "Reproducible run; its secrets are simulated.",
         check=(lambda value: 0 <= value <= _LARGEST_SEED, "must lie between 0 and 2^63 − 1"),
     )
-    secrets: str | None = _setting(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
+    secrets: str | None = declare(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
 
-    target: str | None = _setting(_DATA, "CSV: the column to predict.")
-    task: str | None = _setting(
+    target: str | None = declare(_DATA, "CSV: the column to predict.")
+    task: str | None = declare(
         _DATA,
         "classification, regression or multilabel (several labels of 0 and 1).",
         choices=("classification", "regression", "multilabel"),
     )
-    text: str | None = _setting(_DATA, "CSV: the column of texts.")
-    group: str | None = _setting(
+    text: str | None = declare(_DATA, "CSV: the column of texts.")
+    group: str | None = declare(
         _DATA, "CSV, npz: the column of patients, writers …: no two parts of the data share one."
     )
-    site: str | None = _setting(
+    site: str | None = declare(
         _DATA, "CSV, npz: the column of hospitals, banks …: each holds out samples of its own.", before=None
     )
-    picture_size: int | None = _setting(
+    picture_size: int | None = declare(
         _DATA,
         "Picture folders: resize to this many pixels a side; predictions then do the same.",
         shown="all have one size",
         check=_POSITIVE,
         before=None,
     )
-    test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
-    validation_fraction: float = _setting(
+    test_fraction: float = declare(_DATA, "Share held out where there is no test part.", 0.2)
+    validation_fraction: float = declare(
         _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=_BELOW_ONE, before=0.0
     )
-    client_test_fraction: float | None = _setting(
+    client_test_fraction: float | None = declare(
         _DATA,
         "Schemes under masks: share of its own samples that each client holds back, to judge the model by.",
         shown="none",
         check=(lambda value: 0 < value < 1, "must lie between 0 and 1"),
         before=None,
     )
-    split: str = _setting(
+    split: str = declare(
         _DATA,
         "stratified: classes in equal shares; random: not; rows: row by row, whatever belongs together.",
         "auto",
@@ -181,15 +147,15 @@ class RunConfig:
         choices=("auto", "random", "stratified", "rows"),
         before="rows",
     )
-    partition: str = _setting(
+    partition: str = declare(
         _DATA, "iid, dirichlet, size, group, site, replacement.", "iid", shown="iid; with --site, site"
     )
-    alpha: float = _setting(_DATA, "dirichlet: concentration.", 0.5)
-    ratio: float = _setting(_DATA, "size: largest client over smallest.", 2.0)
+    alpha: float = declare(_DATA, "dirichlet: concentration.", 0.5)
+    ratio: float = declare(_DATA, "size: largest client over smallest.", 2.0)
 
-    cohort: float | int | None = _setting(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
-    batch_size: int = _setting(_TRAIN, "Samples per step; 0 takes all.", 0, check=_NOT_NEGATIVE)
-    lr: float | str | None = _setting(
+    cohort: float | int | None = declare(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
+    batch_size: int = declare(_TRAIN, "Samples per step; 0 takes all.", 0, check=_NOT_NEGATIVE)
+    lr: float | str | None = declare(
         _TRAIN,
         "Learning rate; auto: found by short trials (not where privacy is accounted for).",
         shown="0.1; for the square loss 0.02; for adam, adagrad and yogi 0.01; beside --client-lr 1",
@@ -198,29 +164,29 @@ class RunConfig:
             "must be a positive number, or auto",
         ),
     )
-    lr_decay: float = _setting(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
-    lr_schedule: str = _setting(
+    lr_decay: float = declare(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
+    lr_schedule: str = declare(
         _TRAIN,
         "constant; cosine, to 0 at the end; step, by --lr-drop after each of --lr-steps; polynomial, to 0 with "
         "--lr-power.",
         "constant",
         choices=("constant", "cosine", "step", "polynomial"),
     )
-    warm_up: float | None = _setting(
+    warm_up: float | None = declare(
         _TRAIN,
         "Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.",
         shown="none",
         check=_BELOW_ONE,
         before=None,
     )
-    lr_steps: str | None = _setting(
+    lr_steps: str | None = declare(
         _TRAIN, "step: after which shares of the rounds.", shown="0.5,0.75", check=_SHARES, before=None
     )
-    lr_drop: float | None = _setting(_TRAIN, "step: the factor each time.", shown="0.1", check=_POSITIVE, before=None)
-    lr_power: float | None = _setting(_TRAIN, "polynomial: the power.", shown="1", check=_POSITIVE, before=None)
-    momentum: float = _setting(_TRAIN, "Server momentum, of sgd.", 0.0, check=_BELOW_ONE)
-    weight_decay: float = _setting(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
-    optimiser: str | None = _setting(
+    lr_drop: float | None = declare(_TRAIN, "step: the factor each time.", shown="0.1", check=_POSITIVE, before=None)
+    lr_power: float | None = declare(_TRAIN, "polynomial: the power.", shown="1", check=_POSITIVE, before=None)
+    momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=_BELOW_ONE)
+    weight_decay: float = declare(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
+    optimiser: str | None = declare(
         _TRAIN,
         "The server's: sgd, adam, adagrad or yogi, on the recovered gradient or the mean update (then with "
         "--client-lr).",
@@ -228,56 +194,64 @@ class RunConfig:
         choices=("sgd", *ADAPTIVE),
         before=None,
     )
-    beta1: float | None = _setting(
+    beta1: float | None = declare(
         _TRAIN, "adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=_BELOW_ONE, before=None
     )
-    beta2: float | None = _setting(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=_BELOW_ONE, before=None)
-    tau: float | None = _setting(
+    beta2: float | None = declare(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=_BELOW_ONE, before=None)
+    tau: float | None = declare(
         _TRAIN, "adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=_POSITIVE, before=None
     )
-    augment: str | None = _setting(
+    augment: str | None = declare(
         _TRAIN,
         "Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8.",
         shown="as they are",
         check=_AUGMENTED,
         before=None,
     )
-    loss: str | None = _setting(
+    loss: str | None = declare(
         _TRAIN,
         "square, cross-entropy or binary-cross-entropy.",
         shown="square with head noise, which needs it; else cross-entropy for classes, binary for several labels",
         choices=("square", "cross-entropy", "binary-cross-entropy"),
     )
-    target_scale: float = _setting(_TRAIN, "Square loss: the true class's target M.", 1.0)
-    true_weight: float = _setting(_TRAIN, "Square loss: the true class's weight k.", 1.0)
-    class_weights: str | None = _setting(
+    target_scale: float = declare(_TRAIN, "Square loss: the true class's target M.", 1.0)
+    true_weight: float = declare(_TRAIN, "Square loss: the true class's weight k.", 1.0)
+    class_weights: str | None = declare(
         _TRAIN,
         "How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations "
         "of schemes that promise nothing about data.",
         shown="1 each",
         before=None,
     )
-    label_smoothing: float = _setting(
+    label_smoothing: float = declare(
         _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, before=0.0
     )
-    weights: str | None = _setting(
+    weights: str | None = declare(
         _TRAIN,
         "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).",
         shown="drawn by the seed",
         before=None,
     )
-    early_stopping: int | None = _setting(
+    early_stopping: int | None = declare(
         _TRAIN,
         "Stop after so many evaluations without a better --monitor.",
         check=_POSITIVE,
         shapes_run=False,
         before=None,
     )
-    monitor: str | None = _setting(
+    monitor: str | None = declare(
         _TRAIN,
         "The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. "
         "Its model is kept too (best.safetensors).",
         shown="validation_loss where there is a validation part",
+        shapes_run=False,
+        before=None,
+    )
+
+    target_accuracy: float | None = declare(
+        _TRAIN,
+        "summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65.",
+        check=(lambda value: 0 < value <= 1, "must lie above 0 and be at most 1"),
         shapes_run=False,
         before=None,
     )
@@ -318,12 +292,24 @@ class RunConfig:
     head_groups: int | None = _option(
         _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
     )
+    head_partition: str | None = _option(
+        _VEIL,
+        "Head noise: which outputs share a γ, as one number from 0 for each output: 0,0,1,1,2.",
+        shown="in equal parts, drawn every round",
+        listed=True,
+        before=None,
+    )
     head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
     spread: float | None = _option(
         _VEIL, "Scales lie in 1/spread … spread; set for veil-dp, it takes them.", shown="4; veil-dp: 1.5"
     )
     epsilon: float | None = _option(
         _PRIVACY, "ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round.", shown="3"
+    )
+    epsilon_per_client: str | None = _later(
+        "ε of each client, in their order: 1,2,4. Noise of a client's own is made for its own; shared noise for the "
+        "strictest.",
+        listed=True,
     )
     delta: float | None = _option(_PRIVACY, "δ.", shown="1e-5")
     clip: float | None = _option(
@@ -338,6 +324,7 @@ class RunConfig:
     clip_share: float | None = _later("adaptive clip: share of every round's μ² that pays for it.", shown="0.1")
     clip_range: float | None = _later("adaptive clip: within how many times --clip it stays.", shown="10")
     noise_decay: float | None = _later("Factor on the deviation of noise, each round.", shown="1; varying-dp: 0.9")
+    clip_decay: float | None = _later("Factor on the clip, each round, and on the noise with it.", shown="1")
     accounting: str | None = _option(
         _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
     )
@@ -377,6 +364,13 @@ class RunConfig:
         before="tail",
         before_of=("mpdp", "mpdp-naive", "mp-cdp"),
     )
+    sigma_own: float | None = _later(
+        "mpdp: σ_η itself, the deviation of what each client adds for itself to its gradient, instead of ε."
+    )
+    sigma_pair: float | None = _later("mpdp: σ_Δ itself, of what each pair shares; goes with --sigma-own.")
+    client_weights: str | None = _later(
+        "mpdp, mpdp-naive, mp-cdp: clients count by their samples, or equal: the paper's mean, 1/K.", shown="samples"
+    )
     skip_cancelling: bool | None = _option(
         _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"
     )
@@ -412,7 +406,11 @@ class RunConfig:
     private_weight: float | None = _later("spn: weight of the private loss.", shown="1")
     shared_weight: float | None = _later("spn: weight of the shared loss.", shown="1")
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
-    strategy: str | None = _option(_HIDDEN, "paraaegis: hide max (largest), min or random coordinates.", shown="max")
+    strategy: str | None = _option(
+        _HIDDEN,
+        "paraaegis: hide the max (largest), min or random coordinates; random-votes: each client votes at random.",
+        shown="max",
+    )
     vote: str | None = _option(
         _HIDDEN,
         "paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).",
@@ -423,7 +421,19 @@ class RunConfig:
         "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).",
         shown="ckks",
     )
-    max_update_norm: float | None = _setting(
+    ckks_degree: int | None = _option(
+        _HIDDEN,
+        "ckks: degree of the ring, 4096, 8192 or 16384; what is below 128 bits of security is refused.",
+        shown="the smallest that holds the sums",
+        before=None,
+    )
+    ckks_scale: int | None = _option(
+        _HIDDEN,
+        "ckks: bits of the scale; one that leaves no room, or errs by more than 10⁻⁶, is refused.",
+        shown="the largest with room",
+        before=None,
+    )
+    max_update_norm: float | None = declare(
         _BAD,
         "Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks "
         "rounds whose mean is longer.",
@@ -431,7 +441,7 @@ class RunConfig:
         check=_POSITIVE,
         before=None,
     )
-    on_bad_round: str | None = _setting(
+    on_bad_round: str | None = declare(
         _BAD,
         "A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop.",
         shown="skip; stop where masks alone hide uploads",
@@ -439,7 +449,7 @@ class RunConfig:
         shapes_run=False,
         before=None,
     )
-    max_bad_rounds: int | None = _setting(
+    max_bad_rounds: int | None = declare(
         _BAD,
         "Stop after so many bad rounds without a good one between them.",
         shown="3",
@@ -447,14 +457,14 @@ class RunConfig:
         shapes_run=False,
         before=None,
     )
-    max_loss_jump: float | None = _setting(
+    max_loss_jump: float | None = declare(
         _BAD,
         "Take a round back that makes the loss on the validation part more than so many times as large: 3.",
         shown="never",
         check=(lambda value: value > 1, "must be more than 1"),
         before=None,
     )
-    robust_groups: int | None = _setting(
+    robust_groups: int | None = declare(
         _BAD,
         "fedavg, lossless, pbpfl, secagg, veil-secagg: so many groups, four or more, of at least five clients and a "
         "sum each; their means are averaged without the extremes, so that a bad upload moves nothing.",
@@ -462,33 +472,33 @@ class RunConfig:
         check=_up_to(1 << 20, least=0),
         before=None,
     )
-    policy: str | None = _setting(
+    policy: str | None = declare(
         _LIMITS,
         "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. No message can "
         "widen it.",
     )
-    max_size_ratio: float = _setting(
+    max_size_ratio: float = declare(
         _LIMITS,
         "Who claims more samples than this many times the median of all clients takes no part.",
         100.0,
         check=(lambda value: value >= 1, "must be at least 1"),
     )
-    roster: str | None = _setting(_LIMITS, "TOML file of everybody's public signing key (see `fedveil keys`).")
-    identities: str | None = _setting(_LIMITS, "Folder of the clients' private signing keys.", shown="the roster's")
-    simulate_dropout: float = _setting(
+    roster: str | None = declare(_LIMITS, "TOML file of everybody's public signing key (see `fedveil keys`).")
+    identities: str | None = declare(_LIMITS, "Folder of the clients' private signing keys.", shown="the roster's")
+    simulate_dropout: float = declare(
         _MACHINE,
         "Chance that a client vanishes before it uploads; with a vote, also before that.",
         0.0,
         check=_BELOW_ONE,
     )
-    bn_eps: str = _setting(
+    bn_eps: str = declare(
         _VEIL,
         "ε of normalisation layers: public, the layers' own; secret, drawn under a veil of scales, which would be read "
         "off a known one, and in runs without a veil, to compare with such; auto, secret under a veil of scales alone.",
         "auto",
         choices=("auto", "secret", "public"),
     )
-    family: str = _setting(
+    family: str = declare(
         _VEIL,
         "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
         "scales and invertible blocks too; auto, what fits the scheme: scale under head noise and MP-DP, isometry "
@@ -497,24 +507,24 @@ class RunConfig:
         choices=("auto", "scale", "signed", "isometry", "full"),
         before="scale",
     )
-    public_start: bool | None = _setting(
+    public_start: bool | None = declare(
         _VEIL,
         "The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing "
         "of it. To be said, yes or no, wherever weights are loaded.",
         shown="not said",
         before=None,
     )
-    min_coverage: float = _setting(
+    min_coverage: float = declare(
         _VEIL,
         "Stop if the network lets a veil reach less of it; who knows its first weights (public_start) is not asked.",
         0.9,
         check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     )
 
-    device: str = _setting(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
-    dtype: str = _setting(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
-    vectorise: bool | None = _setting(_MACHINE, "Many clients at once.", shown="where faster")
-    workers: int | None = _setting(
+    device: str = declare(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
+    dtype: str = declare(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
+    vectorise: bool | None = declare(_MACHINE, "Many clients at once.", shown="where faster")
+    workers: int | None = declare(
         _MACHINE,
         "Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.",
         shown="one per core, where clients are many and it pays",
@@ -522,22 +532,22 @@ class RunConfig:
         shapes_run=False,
         before=None,
     )
-    checkpoint_every: int = _setting(
+    checkpoint_every: int = declare(
         _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=_NOT_NEGATIVE, shapes_run=False
     )
-    evaluate_every: int = _setting(
+    evaluate_every: int = declare(
         _MACHINE, "Rounds between evaluations; 0: at the end.", 1, check=_NOT_NEGATIVE, shapes_run=False
     )
-    record: bool = _setting(
+    record: bool = declare(
         _AUDIT,
         "Keep what passes in some rounds for an audit, in OUT/record: messages, and the server's secrets beside them.",
         False,
         shapes_run=False,
     )
-    record_rounds: str | None = _setting(
+    record_rounds: str | None = declare(
         _AUDIT, "Which rounds: 1,2,10.", shown="the first three and the last", shapes_run=False
     )
-    record_clients: str | None = _setting(_AUDIT, "Which clients: 0,1.", shown="0 and 1", shapes_run=False)
+    record_clients: str | None = declare(_AUDIT, "Which clients: 0,1.", shown="0 and 1", shapes_run=False)
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -546,6 +556,8 @@ class RunConfig:
                 raise ConfigError(f"{setting.name} must be a finite number (got {value}).")
             if value is None:
                 continue
+            if setting.metadata.get("listed"):
+                list_of(value, setting.name)
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
@@ -575,6 +587,15 @@ class RunConfig:
                 )
             if given is not None:
                 numbers_of(given, name)
+        if None not in (self.epsilon, self.epsilon_per_client):
+            raise ConfigError("Give epsilon, or epsilon_per_client, not both.")
+        if self.sigma_own is not None or self.sigma_pair is not None:
+            for name in ("epsilon", "calibration", "pair_strength"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"sigma_own and sigma_pair say how much noise there is, and {name} would say it again: leave "
+                        f"{spelled(name)} out. The ledger says what ε follows."
+                    )
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
         if self.clients == 0 and self.partition not in ("site", "group"):
@@ -639,7 +660,9 @@ class RunConfig:
                 continue
             if name in cleaned:
                 raise ConfigError(f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
-            cleaned[name] = _checked(name, value, str(known[name].type), where)
+            if known[name].metadata.get("listed") and isinstance(value, list | tuple):
+                value = typed_list(name, value, where)
+            cleaned[name] = checked_setting(name, value, str(known[name].type), where)
         if "site" in cleaned:
             cleaned.setdefault("partition", "site")
         if cleaned.get("partition") == "site":
@@ -684,21 +707,3 @@ def unknown_setting(
     words = {known: setting.metadata.get("words", "") for known, setting in _FIELDS.items() if known not in without}
     hint = "All of them: `fedveil run --help`."
     return unknown_name(f"setting in {where}:", name, {*words, *further}, hint=hint, words=words)
-
-
-def _checked(name: str, value: object, kind: str, where: str) -> object:
-    accepted: list[type] = []
-    for word, types in (("int", [int]), ("float", [float, int]), ("str", [str]), ("bool", [bool]), ("dict", [dict])):
-        if word in kind.split("[")[0].replace("|", " ").split():
-            accepted += types
-    fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)
-    if not fits:
-        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {str(value)[:60]!r}).")
-    if type(value) is int and name != "seed" and abs(value) > _LARGEST_WHOLE:
-        raise ConfigError(f"{where}: {name} is too large a number.")
-    if isinstance(value, dict):
-        for option, choice in value.items():
-            if not isinstance(option, str) or not isinstance(choice, int | float | str | bool):
-                raise ConfigError(f"{where}: {name} holds numbers, texts and true or false by name.")
-    # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
-    return float(value) if float in accepted and type(value) is int and name != "cohort" else value

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -184,6 +185,17 @@ def numbers_of(text: str, name: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def list_of(text: str, name: str) -> tuple[float, ...]:
+    """Numbers as they are typed, 1,2.5,4, in their order."""
+    try:
+        numbers = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(math.isfinite(number) for number in numbers):
+        raise ConfigError(f"{name} is a list of numbers like 1,2.5,4 (got {text[:60]!r}).")
+    return numbers
+
+
 def toml_of(value: object) -> str:
     """A setting's value as TOML writes it."""
     if isinstance(value, bool):
@@ -212,3 +224,77 @@ def augmenting(text: str) -> dict[str, int | None]:
     named = {word[1]: None if word[2] is None else int(word[2]) for word in words if word is not None}
     fits = len(named) == len(words) and named.get("flip") is None and 0 not in named.values()
     return named if fits else {}
+
+
+_LARGEST_SETTING = 1 << 53
+
+
+def shares_of(text: str) -> tuple[float, ...]:
+    """Shares as they are typed, 0.5,0.75: ascending, each between 0 and 1; none where the text is something else."""
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        return ()
+    return shares if all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares)) else ()
+
+
+def declare(
+    panel: str,
+    words: str,
+    default: Any = None,
+    *,
+    shown: str = "",
+    check: tuple[Callable[[Any], bool], str] | None = None,
+    choices: tuple[str, ...] = (),
+    of_scheme: bool = False,
+    shapes_run: bool = True,
+    listed: bool = False,
+    before: Any = dataclasses.MISSING,
+    before_of: tuple[str, ...] = (),
+) -> Any:
+    """One setting: where its flag stands in the help, what is said of it, and what it may be.
+
+    `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
+    schemes have; one that does not shape the run does not decide about the trained model. One that is `listed` is typed
+    as 1,2,4, and files and Python may give a list. `before` is what runs did
+    before there was this setting (those of the schemes `before_of`, where it is an option): folders without it mean
+    that, and it leaves no mark in their fingerprint.
+    """
+    if not shown and default is not None:
+        shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
+    told = f"{words} (default: {shown})" if shown else words
+    kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
+    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before, "before_of": before_of}
+    kept["listed"] = listed
+    return dataclasses.field(default=default, metadata=kept)
+
+
+def _form(default: object) -> str:
+    return "g" if isinstance(default, float) else ""
+
+
+def typed_list(name: str, values: Iterable[object], where: str) -> str:
+    """A list of numbers as it would be typed."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) != len(list(values)):
+        raise ConfigError(f"{where}: {name} is a list of numbers.")
+    return ",".join(f"{number!r}" for number in numbers)
+
+
+def checked_setting(name: str, value: object, kind: str, where: str) -> object:
+    """A setting's value as its type wants it; one of another type is refused by name."""
+    accepted: list[type] = []
+    for word, kinds in (("int", [int]), ("float", [float, int]), ("str", [str]), ("bool", [bool]), ("dict", [dict])):
+        if word in kind.split("[")[0].replace("|", " ").split():
+            accepted += kinds
+    fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)
+    if not fits:
+        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {str(value)[:60]!r}).")
+    if type(value) is int and name != "seed" and abs(value) > _LARGEST_SETTING:
+        raise ConfigError(f"{where}: {name} is too large a number.")
+    if isinstance(value, dict):
+        for option, choice in value.items():
+            if not isinstance(option, str) or not isinstance(choice, int | float | str | bool):
+                raise ConfigError(f"{where}: {name} holds numbers, texts and true or false by name.")
+    # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
+    return float(value) if float in accepted and type(value) is int and name != "cohort" else value

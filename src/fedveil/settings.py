@@ -84,6 +84,8 @@ class Settings(TypedDict, total=False):
     monitor: str | None
     """The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. Its
     model is kept too (best.safetensors). (default: validation_loss where there is a validation part)"""
+    target_accuracy: float | None
+    """summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65."""
     local_steps: int | None
     """fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local steps per round. (default: 1; more make a
     client the unit)"""
@@ -104,12 +106,18 @@ class Settings(TypedDict, total=False):
     rotated in secret; with family full or isometry and one gradient a round. (default: off)"""
     head_groups: int | None
     """Head noise: number m of secret γ. (default: one per output; pbpfl: 1)"""
+    head_partition: str | Sequence[float] | None
+    """Head noise: which outputs share a γ, as one number from 0 for each output: 0,0,1,1,2. (default: in equal parts,
+    drawn every round)"""
     head_strength: float | None
     """Head noise relative to the outputs. (default: 1)"""
     spread: float | None
     """Scales lie in 1/spread … spread; set for veil-dp, it takes them. (default: 4; veil-dp: 1.5)"""
     epsilon: float | None
     """ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round. (default: 3)"""
+    epsilon_per_client: str | Sequence[float] | None
+    """ε of each client, in their order: 1,2,4. Noise of a client's own is made for its own; shared noise for the
+    strictest."""
     delta: float | None
     """δ. (default: 1e-5)"""
     clip: float | None
@@ -127,6 +135,8 @@ class Settings(TypedDict, total=False):
     """adaptive clip: within how many times --clip it stays. (default: 10)"""
     noise_decay: float | None
     """Factor on the deviation of noise, each round. (default: 1; varying-dp: 0.9)"""
+    clip_decay: float | None
+    """Factor on the clip, each round, and on the noise with it. (default: 1)"""
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None
@@ -149,6 +159,12 @@ class Settings(TypedDict, total=False):
     calibration: str | None
     """mpdp, mpdp-naive, mp-cdp: σ by their paper's equations, or by a tail bound (as FedVeil had it first). (default:
     equations)"""
+    sigma_own: float | None
+    """mpdp: σ_η itself, the deviation of what each client adds for itself to its gradient, instead of ε."""
+    sigma_pair: float | None
+    """mpdp: σ_Δ itself, of what each pair shares; goes with --sigma-own."""
+    client_weights: str | None
+    """mpdp, mpdp-naive, mp-cdp: clients count by their samples, or equal: the paper's mean, 1/K. (default: samples)"""
     skip_cancelling: bool | None
     """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
     cover: str | None
@@ -196,13 +212,20 @@ class Settings(TypedDict, total=False):
     share_decay: float | None
     """paraaegis: factor λ on the share per round. (default: 1)"""
     strategy: str | None
-    """paraaegis: hide max (largest), min or random coordinates. (default: max)"""
+    """paraaegis: hide the max (largest), min or random coordinates; random-votes: each client votes at random.
+    (default: max)"""
     vote: str | None
     """paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).
     (default: tags)"""
     cipher: str | None
     """paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).
     (default: ckks)"""
+    ckks_degree: int | None
+    """ckks: degree of the ring, 4096, 8192 or 16384; what is below 128 bits of security is refused. (default: the
+    smallest that holds the sums)"""
+    ckks_scale: int | None
+    """ckks: bits of the scale; one that leaves no room, or errs by more than 10⁻⁶, is refused. (default: the largest
+    with room)"""
     max_update_norm: float | None
     """Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks rounds
     whose mean is longer. (default: none; clipped ones are held to --clip)"""

@@ -296,3 +296,12 @@ def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
     if not tensors:
         return torch.empty(0) if like is None else like.new_empty(0)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+STATISTICS_CUT = 2.0**10
+"""Batch statistics that travel under noise without a proof are cut off beyond this, so that sums have room for them."""
+
+
+def statistics_in(layout: Layout) -> int:
+    """How many batch statistics a contribution carries."""
+    return math.prod(dict(layout.sections).get("statistics", (0,)))

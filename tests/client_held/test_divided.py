@@ -15,6 +15,7 @@ from torch import Tensor
 from client_held.relaying import Covered, watch_uploads
 from federation import HeldRun, held_run, job, same_bits, trained
 from fedveil.client_held import divided as parallel
+from fedveil.client_held.divided import Parallel
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.crypto import ckks
 from fedveil.errors import ConfigError
@@ -192,6 +193,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "half of it, ballots, pads": {"vote": "histogram", "share": 0.5, **PADS},
     "the smallest": {"strategy": "min", **PADS},
     "a lot": {"strategy": "random", "share": 0.25, **PADS},
+    "random votes": {"strategy": "random-votes", "share": 0.25, **PADS},
     "a lot, ckks": {"strategy": "random", "share": 0.25},
     "ever less": {"share": 0.9, "share_decay": 0.5, **PADS},
     "less than everything": {"share": 1.0, "share_decay": 0.5, **PADS},
@@ -273,6 +275,30 @@ def test_a_lot_is_the_same_for_all_clients_and_another_every_round(monkeypatch: 
     lots = [set(next(iter(told))) for told in by_round]
     assert len({frozenset(one) for one in lots}) == 3
     assert all(len(lots[n] & lots[n + 1]) < 0.5 * len(lots[n + 1]) for n in range(2))
+
+
+@pytest.mark.parametrize("vote", ["tags", "histogram"])
+def test_random_votes_are_each_clients_own_and_say_nothing_of_its_data(
+    monkeypatch: pytest.MonkeyPatch, vote: str
+) -> None:
+    cast: dict[int, list[set[int]]] = {}
+    choose = Parallel.chosen
+
+    def watched(self: Parallel, contribution: Tensor, *, client: int, round: int, **more: Any) -> Tensor:
+        indices = choose(self, contribution, client=client, round=round, **more)
+        again = choose(self, -7.0 * contribution.flip(0), client=client, round=round, **more)
+        assert indices.tolist() == again.tolist()
+        cast.setdefault(round, []).append(set(indices.tolist()))
+        return indices
+
+    monkeypatch.setattr(Parallel, "chosen", watched)
+    seen, run = votes_of(monkeypatch, "random-votes", vote)
+    for number, votes in cast.items():
+        assert len({frozenset(one) for one in votes}) == 6
+        (winners,) = {tuple(one.winners.tolist()) for one in seen if one.round == number}
+        counts = Counter(index for one in votes for index in one)
+        lost = set(range(run.job.architecture.size)) - set(winners)
+        assert min(counts[index] for index in winners) >= max(counts[index] for index in lost)
 
 
 # ---- who drops out, and when

@@ -129,6 +129,7 @@ def trial(
     example: Tensor,
     *,
     groups: int = 0,
+    partition: tuple[int, ...] | None = None,
     loss: Loss | None = None,
     samples: int = 5,
     regression: bool = False,
@@ -167,7 +168,7 @@ def trial(
     architecture, weights = draw(model, example, traced=True, family=family, streams=streams)
     assert architecture.table is not None
     weighted = isinstance(objective, SquareLoss) and objective.true_weight != 1.0
-    head = HeadNoise(groups=groups, strength=strength, weighted_outputs=weighted) if groups else None
+    head = HeadNoise(groups, strength, weighted, partition) if groups or partition else None
     downlink: Downlink = Decomposed(head=head) if decomposed else Rescaling(spread=spread, head=head)
     work = Gradients(objective, Batches(0, SEED), vectorise)
     layout = work.layout(architecture, tensors=downlink.head_tensors(architecture))
@@ -180,7 +181,7 @@ def trial(
     tracked = parts["statistics"].numel() > 0
     return Trial(
         table=architecture.table,
-        output=0.0 if groups else relative(client_output(architecture, sent, x), output.detach()),
+        output=0.0 if head else relative(client_output(architecture, sent, x), output.detach()),
         gradient=relative(found.gradient, true_gradient.to(torch.float64)),
         loss=abs(found.loss - value) / max(abs(value), 1e-30),
         statistics=relative(found.statistics, statistics.to(torch.float64)) if tracked else 0.0,

@@ -17,6 +17,7 @@ CATALOGUE = [
     ("cnn", (1, 8, 8), {"feature_scale": 2.0}),
     ("cnn", (3, 16, 16), {"norm": "batch"}),
     ("cnn", (3, 16, 16), {"norm": "group"}),
+    ("resnet11", (3, 16, 16), {}),
     ("resnet20", (3, 16, 16), {}),
     ("resnet20", (3, 16, 16), {"shortcut": "B"}),
     ("resnet20", (3, 16, 16), {"norm": "group", "feature_scale": 0.25}),

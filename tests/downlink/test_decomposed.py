@@ -48,6 +48,7 @@ CATALOGUE: dict[str, tuple[str, tuple[int, ...], dict[str, object]]] = {
     "mlp with layer norm": ("mlp", (12,), {"depth": 3, "width": 9, "norm": "layer"}),
     "cnn": ("cnn", (1, 8, 8), {"width": 4}),
     "cnn with batch norm": ("cnn", (1, 8, 8), {"width": 4, "norm": "batch"}),
+    "resnet11": ("resnet11", (3, 8, 8), {"width": 4}),
     "resnet20": ("resnet20", (3, 8, 8), {"width": 4}),
     "resnet20 with projections": ("resnet20", (3, 8, 8), {"width": 4, "shortcut": "B", "norm": "group"}),
     "densenet": ("densenet", (3, 8, 8), {"growth": 3, "depth": 10}),

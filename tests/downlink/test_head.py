@@ -38,6 +38,26 @@ def test_every_number_of_secrets_is_undone(groups: int, bias: bool) -> None:
     assert_exact(network(bias=bias), VECTOR, groups=groups)
 
 
+@pytest.mark.parametrize("partition", [(0, 0, 0, 0), (0, 1, 0, 0), (2, 1, 0, 1)])
+@pytest.mark.parametrize("weight", [1.0, 5.0])
+def test_every_partition_of_the_outputs_is_undone(partition: tuple[int, ...], weight: float) -> None:
+    assert_exact(network(), VECTOR, partition=partition, loss=SquareLoss(true_weight=weight))
+
+
+def test_outputs_share_a_secret_as_the_partition_says() -> None:
+    partition = (1, 0, 1, 1)
+    architecture, weights = draw(network().double(), VECTOR.double(), traced=True)
+    downlink = Rescaling(head=HeadNoise(None, partition=partition))
+    assert downlink.head_tensors(architecture) == 2 + 2
+    for round in range(3):
+        stream = SeededSecrets(0).stream("veil", round)
+        head = downlink.veil(architecture, weights, stream=stream, head_level=None).broadcast().head
+        assert head is not None
+        assert (tuple(head.groups.tolist()), head.count) == (partition, 2)
+    with pytest.raises(ConfigError, match="names 3 outputs, and the model has 4"):
+        Rescaling(head=HeadNoise(None, partition=(0, 1, 0))).head_tensors(architecture)
+
+
 @pytest.mark.parametrize("groups", [0, 1, 2, OUTPUTS])
 def test_weighted_outputs_and_scaled_targets_are_undone(groups: int) -> None:
     assert_exact(network(), VECTOR, groups=groups, loss=SquareLoss(target_scale=3.0, true_weight=5.0))

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, float | str], tuple[str, str | None, str]]
     "pads, histogram": ("paraaegis", {"cipher": "pads", "vote": "histogram"}, (GIVEN, SUM, SUM)),
     "ckks, by lot": ("paraaegis", {"strategy": "random"}, (GIVEN, NONE, SUM)),
     "pads, by lot": ("paraaegis", {"strategy": "random", "cipher": "pads"}, (GIVEN, SUM, SUM)),
+    "ckks, random votes": ("paraaegis", {"strategy": "random-votes"}, (GIVEN, NONE, SUM)),
+    "pads, random votes": ("paraaegis", {"strategy": "random-votes", "cipher": "pads"}, (GIVEN, SUM, SUM)),
     "smallest changes": ("paraaegis", {"strategy": "min", "cipher": "pads"}, (GIVEN, NONE, SUM)),
     "share 0": ("paraaegis", {"share": 0.0}, (DP, None, DP)),
     "share 0, pads": ("paraaegis", {"share": 0.0, "cipher": "pads"}, (DP, None, DP)),
@@ -213,7 +215,7 @@ def test_exact_accounting_needs_no_such_warning(scheme: str) -> None:
 # --- given what is hidden
 
 
-@pytest.mark.parametrize("options", [{"vote": "histogram"}, {"strategy": "random"}])
+@pytest.mark.parametrize("options", [{"vote": "histogram"}, {"strategy": "random"}, {"strategy": "random-votes"}])
 def test_without_the_condition_every_upload_counts(options: dict[str, float | str]) -> None:
     """A hidden sum moves everybody's next update, each by no more than its own bound: μ² = K·T·μ₀²."""
     line = ledger_of("paraaegis", **options).line(SERVER)
@@ -233,10 +235,16 @@ def test_where_votes_are_compared_there_is_no_figure_without_the_condition() -> 
     assert any("the winners and their sums as given" in one for one in line.assumptions)
 
 
-def test_a_lot_depends_on_nobodys_data_and_the_condition_does_not_name_it() -> None:
-    assumed = " ".join(ledger_of("paraaegis", strategy="random").line(SERVER).assumptions)
+@pytest.mark.parametrize("strategy", ["random", "random-votes"])
+@pytest.mark.parametrize("vote", ["tags", "histogram"])
+def test_a_lot_depends_on_nobodys_data_and_the_condition_does_not_name_it(strategy: str, vote: str) -> None:
+    ledger = ledger_of("paraaegis", strategy=strategy, vote=vote)
+    assumed = " ".join(ledger.line(SERVER).assumptions)
     assert "with the hidden sums as given" in assumed
     assert "winners" not in assumed
+    assert not any(text.startswith("votes:") for text in ledger.unprotected)
+    said = [note for note in ledger.notes if "tell nothing about data" in note]
+    assert len(said) == (strategy == "random-votes")
 
 
 @pytest.mark.parametrize("options", [{"share": 0.0}])

@@ -19,6 +19,7 @@ def parameters(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
+        ("resnet11", {}, 84_762),
         ("resnet20", {}, 269_722),
         ("resnet32", {}, 464_154),
         ("resnet56", {}, 853_018),
@@ -31,6 +32,12 @@ def test_parameter_counts_are_those_of_the_literature(
     name: str, options: dict[str, int | float | str], expected: int
 ) -> None:
     assert parameters(models.build(name, input_shape=CIFAR, outputs=10, **options)) == expected
+
+
+@pytest.mark.parametrize("layers", [11, 20, 32])
+def test_cifar_resnets_have_as_many_layers_as_their_names_say(layers: int) -> None:
+    model = models.build(f"resnet{layers}", input_shape=CIFAR, outputs=10)
+    assert sum(isinstance(part, nn.Conv2d | nn.Linear) for part in model.modules()) == layers
 
 
 def test_resnet18_with_the_large_stem_has_the_imagenet_count() -> None:

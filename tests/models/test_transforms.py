@@ -15,6 +15,7 @@ CASES = [
     ("cnn", {"norm": "group"}),
     ("cnn", {"norm": "batch"}),
     ("lenet-sigmoid", {}),
+    ("resnet11", {"norm": "group", "width": 8}),
     ("resnet20", {"norm": "group", "width": 8}),
     ("resnet20", {"shortcut": "B", "width": 8}),
     ("resnet18", {"width": 8}),

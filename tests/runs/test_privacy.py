@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from driving import drive
 from federation import job
 from fedveil.config import RunConfig
 from fedveil.engine import LocalEngine
+from fedveil.errors import ConfigError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.correlated import charges
-from fedveil.ledger.gaussian import mu_of
+from fedveil.ledger.gaussian import epsilon_of, mu_of
 from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
 from fedveil.roles.client import ClientRole
@@ -412,3 +414,81 @@ def test_a_client_sampled_less_often_spends_less(tmp_path: Path) -> None:
             took_part[client] += 1
     assert spent / spent.max() == pytest.approx([count / max(took_part) for count in took_part], rel=1e-9)
     assert len(set(took_part)) > 1
+
+
+# ---- clients that ask for different ε
+
+EACH = (0.5, 2.0, 2.0, 1.0)
+_UPDATE = {"local_steps": 2}
+OWN_NOISE: dict[str, dict[str, Any]] = {
+    "ldp": {"scheme": "ldp"},
+    "ldp, shrinking": {"scheme": "ldp", "noise_decay": 0.8},
+    "ldp, some of them": {"scheme": "ldp", "cohort": 2},
+    "dp-fedavg": {"scheme": "dp-fedavg", **_UPDATE},
+    "serial": {"scheme": "serial", "cipher": "pads", **_UPDATE},
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "nadp": {"scheme": "nadp"},
+    "cdp": {"scheme": "cdp"},
+    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
+}
+
+
+def of_each(**settings: Any) -> Any:
+    one = job(clients=4, rounds=4, loss="cross-entropy", how="size", epsilon_per_client=EACH, **settings)
+    return train_job(one, state=fresh_state(one))
+
+
+@pytest.mark.parametrize("settings", OWN_NOISE.values(), ids=OWN_NOISE)
+def test_every_client_spends_its_own_epsilon_where_noise_is_its_own(settings: dict[str, Any]) -> None:
+    outcome = of_each(**settings)
+    books = outcome.privacy_journal.accountant
+    spent = np.maximum.reduce(list(books.spent.values()))
+    proven = [epsilon_of(math.sqrt(one), 1e-5) for one in spent]
+    assert all(one <= asked * (1 + 1e-6) for one, asked in zip(proven, EACH, strict=True))
+    if "cohort" not in settings:
+        assert proven == pytest.approx(EACH, rel=1e-5)
+    (said,) = [note for note in outcome.privacy_journal.ledger().notes if "ask for different ε" in note]
+    assert "each adds noise for its own" in said
+    assert "2 by clients 1, 2: ε = " in said
+
+
+@pytest.mark.parametrize("settings", SHARED.values(), ids=SHARED)
+def test_shared_noise_is_made_for_the_strictest(settings: dict[str, Any]) -> None:
+    outcome = of_each(**settings)
+    spent = np.maximum.reduce(list(outcome.privacy_journal.accountant.spent.values()))
+    assert 0 < epsilon_of(math.sqrt(float(spent.max())), 1e-5) <= 0.5 * (1 + 1e-6)
+    (said,) = [note for note in outcome.privacy_journal.ledger().notes if "ask for different ε" in note]
+    assert "made for the strictest, 0.5" in said
+
+
+def test_the_papers_noise_goes_by_each_clients_epsilon() -> None:
+    one = job(scheme="ldp", clients=4, rounds=4, accounting="paper", epsilon_per_client=EACH)
+    all_alike = job(scheme="ldp", clients=4, rounds=4, accounting="paper", epsilon=1.0)
+    layouts = [
+        each.scheme.plan.noise_layout(range(4), [10] * 4, [1.0] * 4, seed=b"", round=0) for each in (one, all_alike)
+    ]
+    ratio = np.sqrt(layouts[0].residual / layouts[1].residual)
+    assert ratio.tolist() == pytest.approx([1 / epsilon for epsilon in EACH])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epsilon_per_client": "1,2"}, "names 2 clients, and there are 4"),
+        ({"epsilon_per_client": "1,2,0,1"}, "client 2 asks for 0"),
+        ({"epsilon_per_client": EACH, "epsilon": 1.0}, "not both"),
+        ({"epsilon_per_client": EACH, "secret_sampling": 0.5}, "one noise is found for all"),
+    ],
+)
+def test_epsilons_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job(scheme="ldp", clients=4, rounds=2, **given)
+
+
+def test_a_journal_with_epsilons_of_each_is_read_again(tmp_path: Path) -> None:
+    one = job(scheme="ldp", clients=4, rounds=2, loss="cross-entropy", epsilon_per_client=EACH)
+    outcome = train_job(one, state=fresh_state(one), journal=tmp_path / "journal.jsonl")
+    again = PrivacyJournal(one, tmp_path / "journal.jsonl").accountant
+    assert again is not None
+    assert again.spent["server"].tolist() == outcome.privacy_journal.accountant.spent["server"].tolist()  # type: ignore[union-attr]

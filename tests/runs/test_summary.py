@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
 from fedveil.runs import session
 
 Small = Callable[..., RunConfig]
@@ -53,6 +54,27 @@ def test_a_client_sends_m_plus_two_models_and_receives_one(
     model = summary["parameters"] * (8 if dtype == "float64" else 4)
     assert summary["bytes_up"] == pytest.approx(tensors * model, rel=0.01)
     assert summary["bytes_down"] == pytest.approx(model, rel=0.02)
+
+
+def test_the_summary_says_when_an_accuracy_was_reached(tmp_path: Path, small: Small) -> None:
+    summaries = [
+        session.run(small(rounds=3, evaluate_every=1, target_accuracy=target), tmp_path / str(target), quiet=True)
+        for target in (0.02, 1.0)
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "0.02" / "metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["test_accuracy"] >= 0.02)
+    seconds = sum(row["seconds"] for row in rows[: first["round"]])
+    assert summaries[0]["target"] == {
+        "accuracy": 0.02,
+        "round": first["round"],
+        "seconds": pytest.approx(seconds, abs=1e-3),
+    }
+    assert summaries[1]["target"] == {"accuracy": 1.0, "round": None, "seconds": None}
+
+
+def test_an_accuracy_that_nobody_looks_for_is_refused(tmp_path: Path, small: Small) -> None:
+    with pytest.raises(ConfigError, match="nothing is evaluated before the end"):
+        session.run(small(target_accuracy=0.5, evaluate_every=0), tmp_path / "run", quiet=True)
 
 
 def test_bytes_are_per_client_and_round_also_for_a_cohort(tmp_path: Path, small: Small) -> None:

@@ -24,6 +24,7 @@ HOLLOW: list[dict[str, Any]] = [
     {"scheme": "ldp", "clip": 1e-9},
     {"scheme": "ldp", "clip": 1e9},
     {"scheme": "ldp", "epsilon": 1e6},
+    {"scheme": "ldp", "epsilon_per_client": "1,1e6,1"},
     {"scheme": "ldp", "delta": 0.5},
     {"scheme": "nadp", "neighbours": 1},
     {"scheme": "nadp", "accounting": "paper"},

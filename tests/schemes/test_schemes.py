@@ -136,6 +136,26 @@ def test_pbpfl_has_one_secret_and_lossless_one_per_output() -> None:
     assert head(assemble("lossless", SQUARE, {"head_noise": False})) is None
 
 
+@pytest.mark.parametrize("name", ["lossless", "veil-secagg", "mpdp", "mpdp-naive", "mp-cdp"])
+def test_outputs_are_parted_as_one_likes(name: str) -> None:
+    downlink = assemble(name, SQUARE, {"head_partition": "0,1,0,2"}).downlink
+    assert downlink.head.partition == (0, 1, 0, 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"head_partition": "0,2"}, "none left out"),
+        ({"head_partition": "0,0.5"}, "whole numbers"),
+        ({"head_partition": "0,1", "head_groups": 2}, "--head-groups"),
+        ({"head_partition": "0,1", "head_noise": False}, "--no-head-noise"),
+    ],
+)
+def test_partitions_that_make_no_sense_are_refused(options: dict[str, int | str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assemble("lossless", SQUARE, options)
+
+
 @pytest.mark.parametrize("name", VEILED)
 @pytest.mark.parametrize("options", [{"local_steps": 2}, {"local_epochs": 1}, {"local_steps": 0}])
 def test_local_training_under_a_veil_is_refused_with_the_reason(name: str, options: dict[str, int]) -> None:
@@ -193,3 +213,26 @@ def test_plain_averaging_takes_one_gradient_or_local_steps() -> None:
 def test_local_steps_that_make_no_sense_are_refused(options: dict[str, int], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         assemble("fedavg", SQUARE, options)
+
+
+@pytest.mark.parametrize("name", ["paraaegis", "ckks-fedavg", "serial"])
+def test_the_ring_and_the_scale_of_ckks_are_taken_and_told(name: str) -> None:
+    scheme = assemble(name, SQUARE, {"ckks_degree": 8192, "ckks_scale": 40})
+    told = [text for text in scheme.caveats.assumptions if "degree 8192" in text]
+    assert len(told) == 1
+    assert "60 + 60 + 60 bits and a scale of 2^40" in told[0]
+    assert not any("degree" in text for text in assemble(name, SQUARE, {}).caveats.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ckks_degree": 2048}, "must be one of 4096, 8192, 16384"),
+        ({"ckks_scale": 20}, "an error of up to"),
+        ({"ckks_scale": 52, "ckks_degree": 4096}, "no room"),
+        ({"ckks_scale": 40, "cipher": "pads"}, "--ckks-scale is of --cipher ckks"),
+    ],
+)
+def test_rings_and_scales_that_are_unsafe_or_fail_are_refused(options: dict[str, int | str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assemble("paraaegis", SQUARE, options)

@@ -11,10 +11,11 @@ from scipy import stats
 from torch import Tensor
 
 from federation import distance, job
+from fedveil.config import RunConfig
 from fedveil.downlink import noise_kinds
 from fedveil.downlink.decomposed import BOUNDED
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
+from fedveil.ledger.gaussian import mpdp_epsilon, mpdp_sigma, paper_sigma
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import RoundContext
@@ -197,3 +198,60 @@ def test_missing_clients_leave_their_pairs_noise_and_the_round_goes_on() -> None
     outcome = train_job(one, state=fresh_state(one))
     assert any(row["clients"] < 5 for row in outcome.rows)
     assert not any("failed" in row for row in outcome.rows)
+
+
+@pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive", "mp-cdp"])
+def test_clients_count_the_same_where_the_mean_is_the_papers(scheme: str) -> None:
+    """Without noise to speak of the step is 1/K of the sum of clients' gradients, whoever has more samples."""
+    data: dict[str, Any] = {"rounds": 1, "clients": 4, "how": "size", "ratio": 4.0, "loss": "square", "lr": 0.1}
+    settings = {"scheme": scheme, "sensitivity": 1e-10, "head_noise": False}
+    equal = job(**data, **settings, client_weights="equal")
+    _, bare, _, _ = first_round(job(**data, scheme="fedavg"))
+    gradients = [split(equal, vector / vector[-1])["gradients"][0] for vector in bare.values()]
+    start = equal.weights.parameters.double()
+    outcome = train_job(equal, state=fresh_state(equal))
+    moved = outcome.state.weights.parameters.double()
+    assert distance((start - moved) / 0.1, torch.stack(gradients).mean(0)) < 1e-4
+    weighted = job(**data, **settings)
+    other = train_job(weighted, state=fresh_state(weighted)).state.weights.parameters.double()
+    assert distance(other, moved) > 1e-3 * distance(start, moved)
+    assert any("1/K" in note for note in outcome.privacy_journal.ledger().notes)
+
+
+def test_deviations_that_are_given_are_those_of_the_noise() -> None:
+    """A client's bounded noise lies within √2·σ_η, that of a sum within K times as much; what pairs share cancels."""
+    given = {"neighbours": 4, "sigma_own": 0.5, "sigma_pair": 2.0, "client_weights": "equal"}
+    one = job(scheme="mpdp", rounds=1, clients=5, **given)
+    _, bare, sent, _ = first_round(one)
+    kinds = noise_kinds(one.architecture)
+    noise = {k: split(one, sent[k] - bare[k] / bare[k][-1])["gradients"][0] for k in sent}
+    assert isinstance(one.scheme.uplink, AssumedNoise)
+    assert (one.scheme.uplink.own_sigma(5), one.scheme.uplink.own_sigma(3)) == (0.5, 0.5)
+    bounded = torch.stack(list(noise.values()))[:, kinds == BOUNDED]
+    assert float(bounded.sum(0).abs().max()) <= math.sqrt(2.0) * 0.5 * 5 * (1 + 1e-9)
+    assert float(bounded.abs().max()) > math.sqrt(2.0) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((0.5, 20.0), "for each round ε = "), ((0.5, 0.0), "gives no ε")],
+)
+def test_the_ledger_says_what_follows_from_deviations(given: tuple[float, float], said: str) -> None:
+    one = job(scheme="mpdp", rounds=1, clients=4, neighbours=3, sigma_own=given[0], sigma_pair=given[1])
+    assert said in one.scheme.caveats.paper
+    if given[1]:
+        follows = mpdp_epsilon(0.5 * 2.0, 1e-5, 40.0)
+        assert f"ε = {follows:.4g}" in one.scheme.caveats.paper
+        assert mpdp_sigma(follows, 1e-5, 40.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("other", [{"epsilon": 3.0}, {"pair_strength": 2.0}, {"calibration": "tail"}])
+def test_deviations_and_what_would_say_them_again_are_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="would say it again"):
+        RunConfig(scheme="mpdp", sigma_own=1.0, sigma_pair=1.0, **other)
+
+
+@pytest.mark.parametrize("given", [{"sigma_own": 1.0}, {"sigma_pair": 1.0}, {"sigma_own": 0.0, "sigma_pair": 1.0}])
+def test_half_a_pair_of_deviations_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="are given together"):
+        job(scheme="mpdp", clients=4, neighbours=3, **given)

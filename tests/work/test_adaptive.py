@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from fedveil.roles.client import ClientRole
 from fedveil.roles.server import ServerState
 from fedveil.runs.checkpoint import load_checkpoint, save_checkpoint
 from fedveil.runs.job import Job
-from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.loop import Outcome, client_role, fresh_state, train_job
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.clipping import ClippedUpdate
 from fedveil.work.messages import Workspace
@@ -199,3 +200,70 @@ def test_an_answer_is_held_to_what_clients_give() -> None:
     for lie in (2 * true, -2 * true):
         with pytest.raises(ProtocolError, match="whether updates were clipped"):
             reach.check(torch.tensor([0.0, 0.0, 0.0, lie]), "a sum")
+
+
+# ---- a clip that shrinks by a schedule
+
+SHRINKING: dict[str, dict[str, Any]] = {
+    "ldp, samples": {"scheme": "ldp"},
+    "cdp, updates": {"scheme": "cdp", **UPDATES},
+    "nadp": {"scheme": "nadp"},
+    "veil-dp": {"scheme": "veil-dp"},
+    "veil-dp under masks": {"scheme": "veil-dp", "cover": "masks"},
+    "dp-fedavg": {"scheme": "dp-fedavg", "local_steps": 2},
+    "serial": {"scheme": "serial", "cipher": "pads", "local_steps": 2},
+    "paraaegis, nothing hidden": {"scheme": "paraaegis", "share": 0.0, "local_steps": 2},
+}
+
+
+def steps_of(**settings: Any) -> tuple[list[Tensor], Outcome]:
+    """A run's steps, its clip being far below every gradient or update."""
+    given = {"loss": "cross-entropy", "lr": 1.0, "rounds": 3, "clip": 1e-4, **settings} | {"clip": 1e-4}
+    one = job(clients=4, options={"depth": 2, "width": 8}, **given)
+    models = [one.weights.parameters.clone()]
+    outcome = train_job(
+        one, state=fresh_state(one), on_round=lambda row, state: models.append(state.weights.parameters.clone())
+    )
+    return [after - before for before, after in itertools.pairwise(models)], outcome
+
+
+@pytest.mark.parametrize("settings", SHRINKING.values(), ids=SHRINKING)
+def test_clip_and_noise_shrink_together_and_a_round_costs_the_same(settings: dict[str, Any]) -> None:
+    quiet, _ = steps_of(**settings, epsilon=1e5, clip_decay=0.5)
+    lengths = [float(step.norm()) for step in quiet]
+    for number, length in enumerate(lengths):  # means of clipped vectors are no longer than the clip, and not far below
+        assert 0.05 < length / (1e-4 * 0.5**number) < 1.01
+    # With much noise, nothing but noise is left: 1e-6 false alarms for lengths within a quarter of what they should be.
+    noised, outcome = steps_of(**settings, epsilon=0.01, clip_decay=0.5)
+    constant, plain = steps_of(**settings, epsilon=0.01)
+    for number, (step, other) in enumerate(zip(noised, constant, strict=True)):
+        assert float(step.norm() / other.norm()) == pytest.approx(0.5**number, rel=0.25)
+    books, before = outcome.privacy_journal.accountant, plain.privacy_journal.accountant
+    assert books is not None
+    assert before is not None
+    assert {name: spent.tolist() for name, spent in books.spent.items()} == {
+        name: spent.tolist() for name, spent in before.spent.items()
+    }
+    assert [row["clip"] for row in outcome.rows] == pytest.approx([1e-4, 5e-5, 2.5e-5])
+    assert any("the clip is multiplied by 0.5" in note for note in outcome.privacy_journal.ledger().notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"clip_decay": 0.0}, "above 0 and at most 1"),
+        ({"clip_decay": 1.1}, "above 0 and at most 1"),
+        ({"clip_decay": 1e-9, "rounds": 3}, "must lie between"),
+        ({"clip_decay": 0.9, "adaptive_clip": True, **UPDATES}, "not both"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job(scheme="ldp", **settings)
+
+
+def test_a_client_leaves_when_the_clip_falls_below_its_own_limit() -> None:
+    one = job(scheme="ldp", loss="cross-entropy", clip=1.0, clip_decay=0.5, epsilon=50.0, rounds=3)
+    guarded = replace(one, guard=replace(one.guard, policy=Policy(min_clip=0.4)))
+    with pytest.raises(ProtocolError, match=r"no round with a clip of 0\.25"):
+        train_job(guarded, state=fresh_state(guarded))

@@ -24,7 +24,9 @@ from fedveil.client_held.messages import Divided
 from fedveil.downlink import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.ledger.gaussian import mu_of
+from fedveil.ledger.policy import Policy
 from fedveil.runs.job import Job
+from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import ROUNDING
@@ -289,3 +291,57 @@ def test_serial_noise_lies_on_everything_and_everything_is_clipped_together(monk
 def test_local_steps_are_what_everything_hidden_trains_with() -> None:
     assert isinstance(of(share=1.0).scheme.work, LocalSteps)
     assert isinstance(of(share=1.0, share_decay=0.9).scheme.work, DividedUpdate)
+
+
+# ---- batch normalisations where accounting is the paper's
+
+BATCH_NORM = {"depth": 2, "width": 8, "norm": "batch"}
+
+
+def by_paper(scheme: str, **settings: Any) -> Job:
+    given = {"loss": "cross-entropy", "lr": 0.1, "local_steps": 2, "batch_size": 16, "accounting": "paper", **settings}
+    return job(scheme=scheme, options=BATCH_NORM, clients=4, rounds=3, **given)
+
+
+@pytest.mark.parametrize("scheme", ["dp-fedavg", "varying-dp", "ldp", "nadp"])
+def test_batch_norm_trains_under_the_papers_noise_and_nothing_is_claimed(scheme: str) -> None:
+    one = by_paper(scheme, epsilon=1.0, clip=0.1)
+    outcome = train_job(one, state=fresh_state(one))
+    assert not any("failed" in row for row in outcome.rows)
+    assert bool(outcome.state.weights.statistics.isfinite().all())
+    assert outcome.privacy_journal.accountant is None
+    ledger = outcome.privacy_journal.ledger(rounds=3)
+    assert {line.verdict for line in ledger.lines} == {"none"}
+    assert all(line.epsilon is None for line in ledger.lines)
+    assert "upload.statistics" in ledger.line("server").why
+    assert any(note.startswith("not a DP guarantee: batch normalisations") for note in ledger.notes)
+
+
+def test_with_next_to_no_noise_statistics_and_model_are_those_of_plain_averaging() -> None:
+    ours = by_paper("dp-fedavg", epsilon=1e9, clip=1e3)
+    plain = by_paper("fedavg", accounting=None)
+    models = [train_job(one, state=fresh_state(one)).state.weights for one in (ours, plain)]
+    assert float((models[0].statistics - models[1].statistics).abs().max()) < 1e-4
+    assert float((models[0].parameters - models[1].parameters).abs().max()) < 1e-4
+    assert float((models[0].statistics - fresh_state(ours).weights.statistics).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "dp-fedavg", "accounting": "exact"},
+        {"scheme": "ldp", "local_steps": None},
+        {"scheme": "cdp"},
+        {"scheme": "dp-fedavg", "adaptive_clip": True},
+    ],
+    ids=str,
+)
+def test_batch_norm_is_still_refused_elsewhere(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot be trained under a differential-privacy claim"):
+        by_paper(**settings)
+
+
+def test_a_client_with_a_limit_takes_no_part_where_nothing_bounds_what_leaves() -> None:
+    one = by_paper("dp-fedavg")
+    with pytest.raises(ConfigError, match="no noise of its own that would bound ε"):
+        client_role(replace(one, guard=replace(one.guard, policy=Policy(max_epsilon=1.0))))

@@ -441,7 +441,7 @@ def _charged(folder: RunFolder, config: RunConfig) -> tuple[RunConfig, int | Non
     # More rounds may have been asked for since, and none of them begun.
     config = config.with_changes(rounds=noise["rounds"])
     plan = {"clients": config.clients, **asdict(_smallest(config).scheme.plan or job.scheme.plan)}
-    plan |= {**plan["target"], "target": None}
+    plan |= {**plan["target"], "target": None, "each": list(plan["target"]["each"])}  # as JSON has it
     # Journals from before lack some names.
     if differ := [
         f"{name} is {plan.get(name)}, and was {said}" for name, said in noise.items() if plan.get(name) != said

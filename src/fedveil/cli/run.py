@@ -123,6 +123,12 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         down, up = (size(summary[f"needed_bytes_{way}"]) for way in ("down", "up"))
         rows.append(("… of which are needed", f"{down} down, {up} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
+    if "target" in summary:
+        target = summary["target"]
+        when = "not in these rounds"
+        if target["round"] is not None:
+            when = f"in round {target['round']}, after {target['seconds']:.1f} seconds"
+        rows.append((f"test accuracy of {percent(target['accuracy'])}", when))
     if "coverage" in summary:
         levels = [f"{percent(share)} {name}" for name, share in summary.get("levels", {}).items() if share]
         how = ", ".join(levels) or f"{percent(summary['coverage'])} on at least one side"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedveil.client_held.group import OpeningKeys
 from fedveil.crypto import ckks
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import ConfigError, ProtocolError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.caveats import RunFacts
 from fedveil.ledger.releases import Cover, Protection, Release, Released
@@ -277,13 +277,27 @@ class PaddedSum:
 class Ckks:
     """Public-key encryption that the server can add under; all clients share the secret key.
 
-    Any client together with the server therefore opens what any other client has sent.
+    Any client together with the server therefore opens what any other client has sent. Ring and scale are the smallest
+    and largest that do, unless `degree` and `scale_bits` say which.
     """
 
     value_range: float
+    degree: int | None = None
+    scale_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_value_range(self.value_range)
+        if self.degree is not None or self.scale_bits is not None:
+            try:
+                self._parameters(1)  # what does not do for one does not for many
+            except ConfigError as reason:
+                raise ConfigError(
+                    f"{spelled('ckks_degree')} and {spelled('ckks_scale')} (scale_bits) as given do not do. {reason}"
+                ) from reason
+
+    def _parameters(self, clients: int) -> ckks.Parameters:
+        """The ring, the moduli and the scale for sums of so many."""
+        return ckks.choose(addends=clients, largest=self.value_range, degree=self.degree, scale_bits=self.scale_bits)
 
     masks = None
     hiding = "CKKS under a key that all clients share"
@@ -302,17 +316,22 @@ class Ckks:
                 "own contribution from the sum and read the other's. Use more clients."
             )
         try:
-            ckks.choose(addends=clients, largest=self.value_range)
+            self._parameters(clients)
         except ConfigError as reason:
             raise ConfigError(f"value_range = {self.value_range:g} does not fit CKKS. {reason}") from reason
 
     def assumptions(self, run: RunFacts) -> tuple[str, ...]:
         """The lattice, and the key that all clients share."""
-        return (caveats.LATTICE, caveats.SHARED_KEY)
+        lattice = caveats.LATTICE
+        if self.degree is not None or self.scale_bits is not None:
+            ring = self._parameters(max(run.cohort, 1))
+            moduli = " + ".join(map(str, ring.moduli))
+            lattice += f": a ring of degree {ring.degree}, moduli of {moduli} bits and a scale of 2^{ring.scale_bits}"
+        return (lattice, caveats.SHARED_KEY)
 
     def fresh_opening(self, clients: int) -> bytes:
         """A secret key for sums of up to `clients`."""
-        return ckks.generate(ckks.choose(addends=clients, largest=self.value_range)).secret_bytes()
+        return ckks.generate(self._parameters(clients)).secret_bytes()
 
     def public_of(self, opening: bytes) -> bytes:
         """The public key that belongs to it."""

@@ -46,6 +46,7 @@ from fedveil.roles.client import Answer, ClientTerms, Participant, Promised, own
 from fedveil.roles.server import Mover, Optimiser
 from fedveil.tensors import raw
 from fedveil.uplink.unmasking import Unmask
+from fedveil.uplink.vote import ballot
 from fedveil.work.messages import ClientData
 
 First = Callable[[bytes], Held]
@@ -161,6 +162,7 @@ class HolderRole(Participant):
         self._uplink.fits(len(members), asked=ring.known().epoch.size)
         state.ring().vouch_for(members)
         self._policy.check_cohort(state.client, len(members))
+        self._check_shrunk(state.client, context.round)
         context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         return context
 
@@ -207,10 +209,11 @@ class HolderRole(Participant):
             pending = Pending(context.round, context.attempt, contribution, winners)
             return self._upload(state, context, pending, self._keeper.held(state).transcript)
         state = replace(state, pending=Pending(context.round, context.attempt, contribution))
+        indices = uplink.chosen(contribution, client=state.client, secrets=self._secrets, **which)
         if uplink.ballots is None:
-            tags = uplink.vote(contribution, state.membership(), **which)
+            tags = uplink.vote(indices, state.membership(), round=context.round, attempt=context.attempt)
             return state, Vote(state.client, context.round, context.attempt, tags)
-        words = uplink.marked(contribution, round=context.round, size=size)
+        words = ballot(indices, size)
         transcript = self._keeper.held(state).transcript
         return uplink.ballots.hide_words(
             state, words, context.stage(_VOTE), secrets=self._secrets, transcript=transcript

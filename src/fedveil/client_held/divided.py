@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Aggregate, each_once, releases_of, releases_of_all
-from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
+from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded, clip_factor
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.grid_noise import add_residual, gridded
@@ -29,9 +29,9 @@ from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import (
     STRATEGIES,
+    Ranking,
     Ratio,
     Strategy,
-    ballot,
     choice,
     elected,
     indices_of,
@@ -110,10 +110,15 @@ class Parallel(Channel):
             if part is not None:
                 part.fits(clients, asked=asked)
 
+    @property
+    def _ranks(self) -> bool:
+        """Whether what is hidden is chosen by how large changes are, and so by data."""
+        return self.strategy in get_args(Ranking)
+
     def caveats(self, run: RunFacts) -> Caveats:
         """What hiding and noise assume side by side, and what each leaves open."""
         partly = self.cipher is not None and self.noise is not None and not self.throughout
-        votes = partly and self.strategy != "random"
+        votes = partly and self._ranks
         assumed, open_ = [caveats.KEYS], []
         if self.noise is not None:
             assumed.append(caveats.OWN_NOISE)
@@ -133,7 +138,8 @@ class Parallel(Channel):
             open_.append(caveats.REST_OPEN)
         if self.cipher is None:
             open_.append(caveats.CHANGES_OPEN)
-        return Caveats((*assumed, caveats.START), tuple(open_))
+        notes = (caveats.RANDOM_VOTES,) if partly and self.strategy == "random-votes" else ()
+        return Caveats((*assumed, caveats.START), tuple(open_), notes=notes)
 
     def count(self, round: int, size: int) -> int:
         """How many of `size` coordinates are hidden in a round."""
@@ -145,17 +151,19 @@ class Parallel(Channel):
 
     # --- the vote, client side
 
-    def vote(self, contribution: Tensor, group: Group, *, round: int, attempt: int, size: int) -> Tensor:
-        """This client's tags."""
-        return tags(self._chosen(contribution, round, size), key=_vote_key(group), label=vote_label(round, attempt))
-
-    def marked(self, contribution: Tensor, *, round: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """This client's ballot: a one for every chosen index."""
-        return ballot(self._chosen(contribution, round, size), size)
-
-    def _chosen(self, contribution: Tensor, round: int, size: int) -> Tensor:
+    def chosen(
+        self, contribution: Tensor, *, client: int, round: int, attempt: int, size: int, secrets: SecretSource
+    ) -> Tensor:
+        """The indices that a client votes for: by its changes, or, for random votes, by its own secrets alone."""
+        count = self.count(round, size)
+        if self.strategy == "random-votes":
+            return random_choice(size, count, seed=secrets.stream("vote", client, round, attempt).bytes(32))
         assert self.strategy != "random"
-        return choice(contribution[:size], self.count(round, size), self.strategy)
+        return choice(contribution[:size], count, self.strategy)
+
+    def vote(self, indices: Tensor, group: Group, *, round: int, attempt: int) -> Tensor:
+        """The tags of chosen indices."""
+        return tags(indices, key=_vote_key(group), label=vote_label(round, attempt))
 
     def winners(self, winning: Tensor, group: Group, *, round: int, attempt: int, size: int) -> Tensor:
         """The indices behind winning tags."""
@@ -205,8 +213,9 @@ class Parallel(Channel):
     def _noised(
         self, part: Tensor, state: ClientState, context: RoundContext, terms: Terms, secrets: SecretSource
     ) -> Tensor:
-        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps."""
+        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps; where θ shrinks, u is in units of the round's."""
         assert self.noise is not None
+        part = part / clip_factor(terms.work, context.round)
         samples = context.samples()[context.cohort.index(state.client)]
         short = clipped(part, samples * bounded(terms.work).largest)
         words = gridded(self.noise, context, terms).encode(short)
@@ -243,7 +252,10 @@ class Parallel(Channel):
             opened = self.cipher.read(group, hidden, contributors, context.stage(1)) * float(sum(context.samples()))
         if len(opened) != len(winners) + length - size:
             raise ProtocolError(f"a hidden sum has {len(opened)} numbers where {len(winners) + length - size} belong")
-        put_together(whole, winners, size, rest=rest.double() * unit, hidden=opened)
+        shrunk = clip_factor(terms.work, context.round)
+        if self.throughout:
+            opened = opened * shrunk
+        put_together(whole, winners, size, rest=rest.double() * (unit * shrunk), hidden=opened)
         assert context.directory is not None
         return whole / float(sum(context.directory.samples_of(contributors)))
 
@@ -294,14 +306,16 @@ class Parallel(Channel):
         if start == 0 or (start == 1 and decay == 1) or self.strategy == "random":
             return ()
         asked = releases_of(Divide, but=("winners", "counts"))
+        drawn = Cover() if self._ranks else Cover(what="indices that each client draws for itself", about="public")
         if self.ballots is None:
+            cast = Cover() if self._ranks else drawn | Cover(protection="open", with_client=None)
             return (
                 *releases_of(Vote, but=("tags",)),
                 *asked,
-                *releases_of(Vote),
+                *releases_of(Vote, covers={"tags": cast}),
                 *releases_of(Divide, but=("counts",)),
             )
-        cover = Cover(hiding=self.ballots.hiding, protection="encrypted", with_client="masked")
+        cover = drawn | Cover(hiding=self.ballots.hiding, protection="encrypted", with_client="masked")
         ballot = releases_of(MaskedUpload, name="vote", sections=("ballot",), covers={"ballot": cover})
         shares = ("holders", "lengths", "bundles")
         # A cipher under masks declares by itself what opens them.

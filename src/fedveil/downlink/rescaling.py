@@ -51,14 +51,23 @@ class HeadNoise:
 
     `groups` is m, from 1 to the number of outputs (None: one group per output); `strength` s sets
     γ_s = ± s·u_s/√(2φ_β) with u_s uniform on [½, 3/2), so that α·r is s times the order of the outputs.
+    A `partition` says of every output which γ it has; else outputs are dealt to the groups anew every round.
     """
 
     groups: int | None = 1
     strength: float = 1.0
     weighted_outputs: bool = False
+    partition: tuple[int, ...] | None = None
 
     def count(self, outputs: int) -> int:
         """m for a model of `outputs` outputs; refused if it does not fit."""
+        if self.partition is not None:
+            if len(self.partition) != outputs:
+                raise ConfigError(
+                    f"head_partition names {len(self.partition)} outputs, and the model has {outputs}: give one number "
+                    "for each."
+                )
+            return max(self.partition) + 1
         groups = outputs if self.groups is None else self.groups
         if not 1 <= groups <= outputs:
             raise ConfigError(
@@ -236,6 +245,8 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
     order = torch.argsort(stream.uniform(outputs))
     group_of = torch.empty(outputs, dtype=torch.int64)
     group_of[order] = torch.arange(outputs) % groups
+    if settings.partition is not None:
+        group_of = torch.tensor(settings.partition)
     public = PublicHead(vector.to(device), group_of.to(device), groups, settings.weighted_outputs)
     # Sign and size are both secret: with a public, a known size would leave one bit per group.
     gamma = stream.signs(groups) * (0.5 + stream.uniform(groups))

@@ -28,9 +28,9 @@ class Accountant:
 
     Dishonest are `collusion`·k of the k clients that a round has `asked`, whoever is away (of those that are there if
     they are more), and at `least` so many: they tell what they know, or add no noise, which comes to the same.
-    `limit` is the μ² no client may exceed against any of them (None: no target). With `trusted`, the server adds the
-    noise itself and only clients are adversaries. `honest_arrivals` takes the server's word for whose upload did not
-    arrive.
+    `limit` is the μ² no client may exceed against any of them (None: no target), `limits` every client's own where they
+    differ. With `trusted`, the server adds the noise itself and only clients are adversaries. `honest_arrivals` takes
+    the server's word for whose upload did not arrive.
     """
 
     clients: int
@@ -40,6 +40,7 @@ class Accountant:
     asked: int = 0
     trusted: bool = False
     honest_arrivals: bool = False
+    limits: Prices | None = None
     spent: dict[str, Prices] = field(default_factory=dict)
     rounds: int = 0
     certified: bool = True
@@ -138,9 +139,10 @@ class Accountant:
         if self.limit is None:
             return set()
         members = np.asarray(noise_layout.members)
+        limit = self.limit if self.limits is None else self.limits[members]
         over = np.zeros(len(members), dtype=np.bool_)
         for name, price in self.prices(noise_layout, arrived=arrived, revealed=revealed, seen=seen).items():
-            over |= self.spent[name][members] + price > self.limit * (1 + _ROUNDING)
+            over |= self.spent[name][members] + price > limit * (1 + _ROUNDING)
         return set(members[over].tolist())
 
     def charge(

@@ -152,6 +152,10 @@ TAGS = (
     "side it reads every vote; and it may call any tags it was sent the winners (vote = histogram shows it no vote)"
 )
 COUNTS = "votes: every client reads how many voted for each parameter, without noise (vote = tags: only which have won)"
+RANDOM_VOTES = (
+    "votes: every client draws what it votes for by its own secrets, so that votes, their overlaps and who wins tell "
+    "nothing about data"
+)
 SUMS_OPEN = (
     "the hidden sums, and with them the mean training loss: every client reads them, without noise; the fewer uploads "
     "a sum holds, the more it says about each"
@@ -228,6 +232,14 @@ def shrinking_noise(decay: float, rounds: int, first: float, last: float) -> str
         f"same for the same ε it is {first:.3g} times as large in the first of {rounds} rounds and {last:.3g} times in "
         "the last. ε is that of all rounds together, which add up exactly; of a client that misses rounds it is "
         "counted on that it takes part in the last ones, which cost most"
+    )
+
+
+def shrinking_clip(decay: float, rounds: int, last: float) -> str:
+    """What it means that the clip shrinks over rounds; `last` is the last one's over the first one's."""
+    return (
+        f"the clip is multiplied by {decay:g} from each round to the next, to {last:.3g} of itself in the last of "
+        f"{rounds} rounds, and the noise with it: what a round costs is what it would cost with the first clip"
     )
 
 

@@ -114,6 +114,13 @@ def mpdp_sigma(epsilon: float, delta: float, strength: float = math.inf) -> floa
     return math.sqrt((1 + 1 / strength**2) / theta)
 
 
+def mpdp_epsilon(sigma: float, delta: float, strength: float = math.inf) -> float:
+    """The ε of one round by the same equation, for noise of deviation `sigma` over the sensitivity in the sum."""
+    _check_delta(delta)
+    theta = (1 + 1 / strength**2) / sigma**2
+    return theta / 2 + math.sqrt(2 * math.log(2 / (delta * math.sqrt(2 * math.pi))) * theta)
+
+
 def _middle(low: float, high: float, mu: float) -> float:
     """φ(low)·(m(low) − m(high)) where neither factor overflows."""
     if mu > 0.1:

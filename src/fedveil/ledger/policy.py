@@ -190,6 +190,16 @@ class SampledRounds(Policy):
         return total
 
 
+@dataclass(frozen=True)
+class OwnLimits(Policy):
+    """Every client's own limit, where the ε that clients ask for differ: `each` has them by client number."""
+
+    each: tuple[float, ...] = ()
+
+    def _allowed(self, total: float, *, client: int, what: str) -> float:
+        return Policy(max_epsilon=self.each[client], delta=self.delta)._allowed(total, client=client, what=what)
+
+
 @lru_cache(maxsize=8)
 def _charges(
     noise_layout: NoiseLayout, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from fedveil.errors import ConfigError, unknown_option
 from fedveil.models.attention import decoder, transformer, vit
-from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, lstm, mlp, resnet18
+from fedveil.models.networks import (
+    BottleneckBlock,
+    cifar_resnet,
+    cnn,
+    densenet,
+    gru,
+    lenet_sigmoid,
+    lstm,
+    mlp,
+    resnet18,
+)
 
 BATCH = 2
 MOST_PARAMETERS = 1 << 30
@@ -200,6 +210,13 @@ _ROWS = (
         lenet_sigmoid,
         "images",
         "the sigmoid LeNet of the gradient-inversion literature, a reference for attacks",
+    ),
+    # MP-DP names a ResNet11 and does not say which: of He et al.'s, 9·n + 2 with bottlenecks is the form that has 11.
+    _entry(
+        "resnet11",
+        cifar_resnet(1, BottleneckBlock),
+        "images",
+        "CIFAR ResNet with 11 layers, one bottleneck a stage, 0.1 M parameters",
     ),
     _entry("resnet20", cifar_resnet(3), "images", "CIFAR ResNet with 20 layers, 0.27 M parameters"),
     _entry("resnet32", cifar_resnet(5), "images", "CIFAR ResNet with 32 layers, 0.46 M parameters"),

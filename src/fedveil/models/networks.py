@@ -337,17 +337,12 @@ class PadShortcut(nn.Module):
 class BasicBlock(nn.Module):
     """``relu(body(x) + shortcut(x))`` with two 3×3 convolutions in the body."""
 
+    expansion = 1
+    """How many times as wide as the stage what leaves a block is."""
+
     def __init__(self, *, inputs: int, outputs: int, stride: int, shortcut: str, norm: str) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            OrderedDict(
-                conv1=conv(inputs, outputs, stride=stride),
-                norm1=image_norm(norm, outputs),
-                relu1=nn.ReLU(),
-                conv2=conv(outputs, outputs),
-                norm2=image_norm(norm, outputs),
-            )
-        )
+        self.body = self._body(inputs, outputs, stride=stride, norm=norm)
         self.shortcut: nn.Module
         if stride == 1 and inputs == outputs:
             self.shortcut = nn.Identity()
@@ -358,10 +353,42 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(OrderedDict(conv=projection, norm=image_norm(norm, outputs)))
         self.relu = nn.ReLU()
 
+    def _body(self, inputs: int, outputs: int, *, stride: int, norm: str) -> nn.Sequential:
+        return nn.Sequential(
+            OrderedDict(
+                conv1=conv(inputs, outputs, stride=stride),
+                norm1=image_norm(norm, outputs),
+                relu1=nn.ReLU(),
+                conv2=conv(outputs, outputs),
+                norm2=image_norm(norm, outputs),
+            )
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """The block's output."""
         out: Tensor = self.relu(self.body(x) + self.shortcut(x))
         return out
+
+
+class BottleneckBlock(BasicBlock):
+    """The same with 1×1, 3×3 and 1×1 convolutions, the last of which is four times as wide."""
+
+    expansion = 4
+
+    def _body(self, inputs: int, outputs: int, *, stride: int, norm: str) -> nn.Sequential:
+        narrow = outputs // self.expansion
+        return nn.Sequential(
+            OrderedDict(
+                conv1=conv(inputs, narrow, kernel=1),
+                norm1=image_norm(norm, narrow),
+                relu1=nn.ReLU(),
+                conv2=conv(narrow, narrow, stride=stride),
+                norm2=image_norm(norm, narrow),
+                relu2=nn.ReLU(),
+                conv3=conv(narrow, outputs, kernel=1),
+                norm3=image_norm(norm, outputs),
+            )
+        )
 
 
 def _residual_network(
@@ -373,16 +400,18 @@ def _residual_network(
     shortcut: str,
     norm: str,
     feature_scale: float,
+    block: type[BasicBlock] = BasicBlock,
 ) -> nn.Module:
-    """Stages of ``blocks`` basic blocks after the stem; every stage but the first halves the size."""
+    """Stages of ``blocks`` blocks after the stem; every stage but the first halves the size."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(stem))
     inputs = widths[0]
     for i, wide in enumerate(widths, start=1):
         stage: OrderedDict[str, nn.Module] = OrderedDict()
         for j in range(1, blocks + 1):
             stride = 2 if i > 1 and j == 1 else 1
-            stage[f"block{j}"] = BasicBlock(inputs=inputs, outputs=wide, stride=stride, shortcut=shortcut, norm=norm)
-            inputs = wide
+            made = block.expansion * wide
+            stage[f"block{j}"] = block(inputs=inputs, outputs=made, stride=stride, shortcut=shortcut, norm=norm)
+            inputs = made
         layers[f"stage{i}"] = nn.Sequential(stage)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
@@ -392,8 +421,8 @@ def _residual_network(
     return model
 
 
-def cifar_resnet(blocks: int) -> Callable[..., nn.Module]:
-    """The builder of the CIFAR ResNet with 6·blocks + 2 weighted layers."""
+def cifar_resnet(blocks: int, block: type[BasicBlock] = BasicBlock) -> Callable[..., nn.Module]:
+    """The builder of the CIFAR ResNet with 6·blocks + 2 weighted layers; with bottlenecks 9·blocks + 2."""
 
     def resnet(
         *,
@@ -417,6 +446,7 @@ def cifar_resnet(blocks: int) -> Callable[..., nn.Module]:
             shortcut=shortcut,
             norm=norm,
             feature_scale=feature_scale,
+            block=block,
         )
 
     return resnet

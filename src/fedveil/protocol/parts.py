@@ -22,7 +22,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import ClipBroadcast, Downlink
 from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
-from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_noise
+from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_clip, shrinking_noise
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -188,6 +188,12 @@ def adapting(work: LocalWork) -> AdaptiveClip | None:
     return rule
 
 
+def clip_factor(work: LocalWork, round: int) -> float:
+    """What a round's clip is over that of the settings, where it shrinks by a schedule that everybody knows."""
+    decay: float = getattr(work, "clip_decay", 1.0)
+    return decay**round
+
+
 def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLayout:
     """The noise a plan gives a round: a function of public facts, the same for everybody."""
     return _planned(plan, context, work)  # type: ignore[arg-type]
@@ -307,6 +313,11 @@ class Channel(Protocol):
     def readable(self) -> bool:
         """Whether the server can read one client's upload, under noise or not."""
         return True
+
+    @property
+    def equal(self) -> bool:
+        """Whether every client of a round counts the same, whatever its number of samples."""
+        return False
 
     def absences(self, clients: int) -> int | None:
         """How many of a round's `clients` may be missing before its sum cannot be opened; None: all but the first."""
@@ -516,6 +527,9 @@ class Scheme:
         downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
         rule = adapting(self.work)
         work = Caveats() if rule is None else Caveats(notes=(adaptive_clip(rule.share, rule.longer),))
+        decay = clip_factor(self.work, 1)
+        if decay != 1:
+            work = Caveats(notes=(shrinking_clip(decay, rounds, clip_factor(self.work, rounds - 1)),))
         shrinking = Caveats()
         if self.plan is not None and self.plan.target.decay != 1:
             shrinking = Caveats(notes=(shrinking_noise(*self.plan.target.shrinking()),))

@@ -24,6 +24,7 @@ from torch import Tensor
 from fedveil.errors import Code, ProtocolError
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.parts import RoundContext, Terms, adapting, bounded, planned
+from fedveil.tensors import statistics_in
 from fedveil.uplink.grid import rounding_of
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
@@ -91,9 +92,14 @@ def check_sum(
     variance = float(layout.residual[here].sum())
     if not repaired:
         variance += float(layout.pairs[here[layout.first] != here[layout.second]].sum())
-    numbers = summed[:-1].to(torch.float64)  # the weight is public
+    numbers = clipped_part(summed, terms).to(torch.float64)
     reach = Reach.of(samples, terms.work, variance=variance, length=len(numbers), word_bits=plan.word_bits)
     reach.check(numbers, "the sum of the uploads")
+
+
+def clipped_part(vector: Tensor, terms: Terms) -> Tensor:
+    """What is bounded of a contribution or a sum: neither the weight, which is public, nor batch statistics."""
+    return vector[: -1 - statistics_in(terms.layout)]
 
 
 def upload_reach(layout: NoiseLayout, context: RoundContext, terms: Terms, client: int) -> Reach:

@@ -47,14 +47,15 @@ from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.messages import ClipBroadcast
 from fedveil.downlink.rescaling import head_site
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy, SampledRounds
+from fedveil.ledger.policy import OwnLimits, Policy, SampledRounds
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.key_agreement import KEY_SIZES, introduce
 from fedveil.protocol.messages import Reply, Request, Train
-from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
+from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, clip_factor, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
+from fedveil.tensors import statistics_in
 from fedveil.work.messages import ClientData, KeptTensors, RunMany, Workspace, keeps_for_itself
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def own_target(scheme: Scheme) -> Policy:
         return Policy()
     if plan.sampling is not None:
         return SampledRounds(rounds=plan.target.participations)
+    if plan.target.each and plan.layout == "local":
+        return OwnLimits(delta=plan.target.delta, each=plan.target.each)
     return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
 
 
@@ -218,6 +221,12 @@ class Participant(ABC):
         is promised and paid for.
         """
 
+    def _check_shrunk(self, client: int, round: int) -> None:
+        """Refuse a round whose clip has shrunk below what the policy allows."""
+        clip, factor = self._scheme.work.clip, clip_factor(self._scheme.work, round)
+        if clip is not None and factor != 1:
+            self._policy.check_clip(client, clip * factor)
+
     def _introduced(
         self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
     ) -> tuple[ClientState, Reply]:
@@ -246,7 +255,7 @@ class ClientRole(Participant):
         self._keeps = keeps_for_itself(scheme.work)
         if self._books_repairs:
             self._policy.check_scheme(
-                noised=scheme.uplink.noises_all,
+                noised=scheme.uplink.noises_all and not statistics_in(self._terms.layout),
                 clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
                 repaired=scheme.repairs and not scheme.honest_arrivals,
@@ -329,6 +338,7 @@ class ClientRole(Participant):
         if rule is not None and start is not None and isinstance(sent, ClipBroadcast):
             rule.check(float(sent.clip), start=start, round=request.round)
             self._policy.check_clip(state.client, float(sent.clip))
+        self._check_shrunk(state.client, request.round)
 
     def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
         """One context per message: simulated clients that were sent the same one share it."""

@@ -60,7 +60,7 @@ from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
-from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length
+from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length, clip_factor
 from fedveil.protocol.phases import (
     Ask,
     DeclaredOnly,
@@ -459,6 +459,9 @@ class ServerRole(Conductor):
         check_length(recovered.gradient, self._scheme.max_update_norm, "the mean of the uploads")
         if central is not None:
             central.on_gradient(recovered.gradient, context, stream=stream)
+        shrunk = clip_factor(self._scheme.work, context.round)
+        if shrunk != 1:
+            recovered = replace(recovered, gradient=recovered.gradient * shrunk)  # it came in units of the clip
         if self._adaptive is None:
             return recovered, None
         start, now = self._scheme.work.clip, self._clip
@@ -483,6 +486,8 @@ class ServerRole(Conductor):
 
     def _weight(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> Tensor:
         """What the sum is divided by."""
+        if self._uplink.equal:
+            return torch.full_like(summed, float(len(arrived)))
         if context.directory is None:
             return summed
         # Whoever has announced its size is held to it: what an upload says is not asked.
@@ -563,6 +568,9 @@ class Mover:
         self._architecture = architecture
         self._optimiser = optimiser
         self._momenta = _statistics_momenta(architecture)
+        sizes = [torch.tensor([False, True]).repeat_interleave(size) for _, size in architecture.statistics_sizes]
+        marks = torch.cat(sizes) if sizes else torch.empty(0, dtype=torch.bool)
+        self._variances = marks.to(architecture.trainable.device)
 
     def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
         """Change `weights` and `velocity` in place; frozen parameters stay."""
@@ -572,7 +580,8 @@ class Mover:
         if recovered.statistics.numel():
             running = weights.statistics.to(torch.float64)
             running += self._momenta * (recovered.statistics - running)
-            weights.statistics.copy_(running)
+            # Under noise a variance may come out below 0, of which there is no root.
+            weights.statistics.copy_(torch.where(self._variances, running.clamp(min=0.0), running))
 
 
 def _statistics_momenta(architecture: Architecture) -> Tensor:

@@ -46,6 +46,7 @@ from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
+from fedveil.tensors import statistics_in
 from fedveil.uplink.grouped import check_grouped
 from fedveil.work import Batches, BinaryCrossEntropy, Loss
 from fedveil.work.batches import Factor
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 EPSILON = (
     "every normalisation has a secret ε of its own, since scales would be read off a known one: the model is that of "
     "plain training with these ε, not with the layers' own (other families than scale need none)"
+)
+UNBOUNDED = (
+    "not a DP guarantee: batch normalisations mix the samples of a batch, and their statistics travel under noise that "
+    "is made for the clipped update and not for them: no ε is counted (accounting = exact refuses such models)"
 )
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
@@ -222,6 +227,8 @@ class Job:
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
+        if self.unbounded:
+            said = (*said, UNBOUNDED)
         if self.own_epsilon_lost:
             said = (*said, EPSILON)
         if self.coverage is not None and self.coverage.family != "scale":
@@ -236,6 +243,12 @@ class Job:
         elif self.architecture.table is not None and self.facts.name is None and self.config.public_start is None:
             said = (*said, HANDED)
         return (*said, *best_note(self), *guard_note(self.config, self.scheme))
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether batch statistics travel beside what is clipped, so that noise proves nothing."""
+        noised = self.scheme.plan is not None and not self.scheme.work.reports
+        return noised and statistics_in(self.scheme.layout(self.architecture)) > 0
 
     @property
     def own_epsilon_lost(self) -> bool:
@@ -467,7 +480,7 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     architecture, weights = draw_for(scheme.downlink, model, example)
     if architecture.size and not bool(architecture.trainable.any()):
         raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
-    if scheme.plan is not None and not scheme.work.reports:
+    if scheme.plan is not None and not scheme.work.reports and not statistics_in(scheme.layout(architecture)):
         refuse_batch_norm(architecture)
     refuse_moving_state(architecture, weights, example)
     return architecture, weights

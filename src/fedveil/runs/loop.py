@@ -33,6 +33,7 @@ from fedveil.errors import (
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.parts import clip_factor
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunJudged, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
@@ -42,6 +43,7 @@ from fedveil.runs.client_figures import named_figures
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
+from fedveil.runs.monitor import target_reached
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
@@ -455,6 +457,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     if state.clip is not None:
         row["clip"] = state.clip
+    elif job.scheme.work.clip is not None and clip_factor(job.scheme.work, 1) != 1:
+        row["clip"] = job.scheme.work.clip * clip_factor(job.scheme.work, done.round)
     if done.held_back is not None:
         row |= named_figures(job.scheme, done.held_back)
     every = job.config.evaluate_every
@@ -604,6 +608,8 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
             summary["secret_bits"], summary["secret_reals"] = job.coverage.bits, job.coverage.reals
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
+    if config.target_accuracy is not None:
+        summary["target"] = target_reached(config.target_accuracy, rows)
     if weights := getattr(job.loss, "class_weights", ()):
         summary["class_weights"] = list(weights)
     failed = sum("failed" in row for row in rows)

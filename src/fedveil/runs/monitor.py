@@ -1,9 +1,10 @@
-"""The figure that tells a run's best round, and what the ledger says of that choice."""
+"""The figure that tells a run's best round, what the ledger says of that choice, and when a target was reached."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, spelled, unknown_name
@@ -79,6 +80,37 @@ def _higher_is_better(monitor: str, job: Job) -> bool:
         return _IN_ROWS[figure or _LOSS]
     known = [_LOSS, *(f"validation_{name}" for name in _IN_ROWS), *(f"test_{name}" for name in _IN_ROWS)]
     raise unknown_name("monitor", monitor, [*known, *(job.metrics.names if job.metrics is not None else ())])
+
+
+def check_target_accuracy(job: Job) -> None:
+    """Refuse a target that no round could be seen to reach.
+
+    Raises:
+        ConfigError: There is nothing to test on, or it is not classes or labels, or nothing is tested before the end.
+    """
+    if job.config.target_accuracy is None:
+        return
+    if job.test is None or job.facts.task == "regression":
+        lacks = "there are no test samples" if job.test is None else "targets that are numbers have no accuracy"
+        raise ConfigError(f"target_accuracy = {job.config.target_accuracy:g}, but {lacks}.")
+    if not job.config.evaluate_every:
+        raise ConfigError(
+            f"target_accuracy = {job.config.target_accuracy:g}, but nothing is evaluated before the end: set "
+            f"{spelled('evaluate_every', 1)}."
+        )
+
+
+def target_reached(target: float, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
+    """For the summary: the first evaluated round with this test accuracy, and the seconds of all rounds up to it.
+
+    Both are None where no round had it. Evaluations take time too, and are not counted.
+    """
+    seconds = 0.0
+    for row in rows:
+        seconds += row.get("seconds") or 0.0
+        if row.get("test_accuracy", -1.0) >= target:
+            return {"accuracy": target, "round": row["round"], "seconds": round(seconds, 3)}
+    return {"accuracy": target, "round": None, "seconds": None}
 
 
 def best_note(job: Job) -> tuple[str, ...]:

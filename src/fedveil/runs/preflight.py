@@ -18,7 +18,7 @@ from fedveil.runs.bad_rounds import check_guard
 from fedveil.runs.callbacks import WARNING
 from fedveil.runs.job import EPSILON
 from fedveil.runs.loop import client_role
-from fedveil.runs.monitor import monitor_of
+from fedveil.runs.monitor import check_target_accuracy, monitor_of
 from fedveil.runs.pretrained import loaded_from
 from fedveil.uplink.graph import n_out
 from fedveil.work.batches import convolves
@@ -189,6 +189,7 @@ def _check_promises(job: Job) -> None:
     """What clients would refuse to take part in."""
     scheme, policy = job.scheme, job.guard.policy
     monitor_of(job)
+    check_target_accuracy(job)
     check_guard(job)
     client_role(job)
     scheme.uplink.prepare()

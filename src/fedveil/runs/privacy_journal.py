@@ -106,6 +106,7 @@ def notes_on(
 
 
 _DELTA = 1e-5
+_NAMED = 20
 
 
 def accountant_for(scheme: Scheme, clients: int) -> Accountant | None:
@@ -121,8 +122,14 @@ def accountant_for(scheme: Scheme, clients: int) -> Accountant | None:
             rate=plan.sampling,
             delta=plan.target.delta,
         )
+    limits = None
+    if plan.target.each and plan.accounting == "exact":
+        own = [plan.target_of(client) for client in range(clients)]
+        most = {target: target.mu**2 for target in set(own)}
+        limits = np.asarray([most[target] for target in own])
     return Accountant(
         clients,
+        limits=limits,
         limit=plan.target.mu**2 if plan.accounting == "exact" else None,
         collusion=plan.collusion,
         least=plan.least_dishonest,
@@ -196,7 +203,7 @@ class PrivacyJournal:
         self._open: RoundBegins | None = None
         self.pinned = job.guard.identities is not None
         """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
-        self.accountant = accountant_for(job.scheme, len(job.pool))
+        self.accountant = None if job.unbounded else accountant_for(job.scheme, len(job.pool))
         self.first: NoiseLayout | None = None
         self._first_plan = self._earlier = job.scheme.plan
         if self.accountant is None:
@@ -453,7 +460,7 @@ def ledger_of(
         paper=_paper_figure(scheme, first, told or plan),
         simulation=simulation,
         rounds=rounds,
-        notes=(*scheme.caveats.notes, *notes, *_no_guarantee(plan, accountant)),
+        notes=(*scheme.caveats.notes, *notes, *_no_guarantee(plan, accountant), *_each_client(plan, accountant)),
     )
     if any(line.assumptions for line in ledger.lines):
         return ledger
@@ -499,6 +506,29 @@ def _no_guarantee(plan: NoisePlan | None, accountant: Accountant | None) -> tupl
     )
 
 
+def _each_client(plan: NoisePlan | None, accountant: Accountant | None) -> tuple[str, ...]:
+    """What is proven of each client, where they ask for different ε; those that ask for the same stand together."""
+    if plan is None or accountant is None or not plan.target.each:
+        return ()
+    most, target = np.maximum.reduce(list(accountant.spent.values())), plan.target
+    how = "each adds noise for its own"
+    if plan.layout != "local":
+        how = f"noise is shared, and made for the strictest, {target.epsilon:g}"
+    said = []
+    for asked in sorted(set(target.each)):
+        clients = [client for client, epsilon in enumerate(target.each) if epsilon == asked]
+        named = ", ".join(map(str, clients[:_NAMED])) + (
+            f" and {len(clients) - _NAMED} more" if clients[_NAMED:] else ""
+        )
+        spent = float(most[clients].max())
+        proven = f"ε = {epsilon_of(math.sqrt(spent), target.delta):.4g}" if spent > 0 else "nothing spent, or no more"
+        said.append(f"{asked:g} by client{'s' * (len(clients) > 1)} {named}: {proven}")
+    return (
+        f"clients ask for different ε ({how}); of those that asked for each, the largest that is proven against "
+        f"whomever, at δ = {target.delta:g}: " + "; ".join(said),
+    )
+
+
 def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | None) -> PaperFigure | None:
     formula = scheme.caveats.paper
     if plan is None or first is None or not formula:
@@ -510,7 +540,9 @@ def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | N
     if plan.per_sample:
         by_paper /= reach / bounded(scheme.work).sensitivity(1)
     if plan.layout == "local":
-        by_paper *= math.sqrt(len(first.members))
+        # By the formula noise goes as 1/ε.
+        shares = [(plan.target.epsilon / plan.target_of(client).epsilon) ** 2 for client in first.members]
+        by_paper *= math.sqrt(math.fsum(shares))
     return PaperFigure(formula, plan.target.epsilon, by_paper, used)
 
 

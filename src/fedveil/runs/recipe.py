@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.config import ADAPTIVE, OBJECT, RunConfig, shares_of
+from fedveil.config import ADAPTIVE, OBJECT, RunConfig
 from fedveil.data.lazy import Transform
 from fedveil.errors import ConfigError, spelled
-from fedveil.plain import augmenting
+from fedveil.plain import augmenting, shares_of
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
 from fedveil.work import Loss, Schedule

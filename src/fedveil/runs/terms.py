@@ -16,6 +16,7 @@ from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.crypto.keys import Identity, Roster
 from fedveil.errors import Code, ConfigError, FedVeilError
+from fedveil.plain import list_of
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import draws_of
 from fedveil.secrets import OsSecrets, StoredSecret
@@ -118,7 +119,7 @@ def check_terms(
     """
     own = schemes.find(config.scheme).options if own is None else own
     for name, accepted in required.items():
-        value = getattr(config, name)
+        value = _said(config, name)
         value = own.get(name) if value is None else value
         if name == _COHORT:
             value = _asked(config, accepted)
@@ -128,9 +129,10 @@ def check_terms(
     # Nothing is protected in a simulation, whose owner has agreed to that.
     if config.simulated_secrets:
         return
+    agreed = {*required, *(("epsilon",) if "epsilon_per_client" in required else ())}
     for name, (accepted, why) in DEFAULTS.items():
-        value = getattr(config, name)
-        if name in required or name not in own or value is None or value == own[name] or accepted.admits(value):
+        value = _said(config, name)
+        if name in agreed or name not in own or value is None or value == own[name] or accepted.admits(value):
             continue
         raise RequiredError(
             f"the run has {name} = {value!r}, and this client accepts {accepted} ({why}): allow it under [require] in "
@@ -160,6 +162,13 @@ def check_terms(
             f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is {least} here: allow "
             f"it under [require] in {where} if that is meant"
         )
+
+
+def _said(config: RunConfig, name: str) -> Any:
+    """What the run says of a setting; of ε the largest that any client is given."""
+    if name == "epsilon" and config.epsilon_per_client is not None:
+        return max(list_of(config.epsilon_per_client, "epsilon_per_client"))
+    return getattr(config, name)
 
 
 def _asked(config: RunConfig, accepted: Accepted) -> float | None:

@@ -10,6 +10,7 @@ from fedveil.runs.bad_rounds import too_many
 from fedveil.runs.best import best_of
 from fedveil.runs.callbacks import Callbacks, Follower, Row
 from fedveil.runs.job import Job
+from fedveil.runs.monitor import check_target_accuracy
 
 
 class Watch:
@@ -19,6 +20,7 @@ class Watch:
         self._job = job
         self.callbacks = Callbacks(callbacks)
         self.best = best_of(job)
+        check_target_accuracy(job)
         self.keep: Callable[[ServerState, bool], None] = lambda state, last: None
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedveil.client_held.ciphers import Cipher, Ckks, Pads
 from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.plain import Kept, Plain
+from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
@@ -22,9 +23,27 @@ VALUE_RANGE = 256.0
 _PAPER = "σ = min_i(2θ/|D_i|)·√(2qT·ln(1/δ))/ε (ParaAegis): no bound on an update of local epochs, so no guarantee"
 
 
-def _cipher(name: CipherName, value_range: float, masking: MaskOptions) -> Cipher:
-    masks = masking.masks(value_range)  # refuses nonsense also where it is not used
-    return Ckks(value_range) if name == "ckks" else Pads(masks)
+@dataclass(frozen=True)
+class CipherOptions:
+    """What hides from a server that adds: CKKS, in a ring and at a scale, or pads."""
+
+    cipher: CipherName = "ckks"
+    ckks_degree: int | None = None
+    ckks_scale: int | None = None
+    value_range: float = VALUE_RANGE
+
+    def hiding(self, masking: MaskOptions) -> Cipher:
+        """The cipher, or why there is none such."""
+        masks = masking.masks(self.value_range)  # refuses nonsense also where it is not used
+        if self.cipher == "ckks":
+            return Ckks(self.value_range, self.ckks_degree, self.ckks_scale)
+        for name in ("ckks_degree", "ckks_scale"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{spelled(name)} is of {spelled('cipher', 'ckks')}, and the cipher here is {self.cipher}: leave "
+                    "it out."
+                )
+        return Pads(masks)
 
 
 def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
@@ -42,7 +61,13 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive:
     return Scheme(
         name="dp-fedavg",
         downlink=Plain(),
-        work=ClippedUpdate(local.training(setting, epochs=1), dp.clip, adaptive.rule()),
+        work=ClippedUpdate(
+            local.training(setting, epochs=1),
+            dp.clip,
+            adaptive.rule(),
+            clip_decay=dp.shrinking(setting),
+            statistics=dp.by_paper,
+        ),
         uplink=Noised(_plan(setting, dp)),
         caveats=Caveats(paper=_PAPER),
     )
@@ -60,13 +85,12 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive:
 def ckks_fedavg(
     setting: Setting,
     *,
-    cipher: CipherName = "ckks",
+    ciphering: CipherOptions,
     local: LocalOptions,
-    value_range: float = VALUE_RANGE,
     masking: MaskOptions,
 ) -> Scheme:
     """Everything hidden, nothing noised."""
-    hiding = _cipher(cipher, value_range, masking)
+    hiding = ciphering.hiding(masking)
     return Scheme(
         name="ckks-fedavg",
         downlink=Kept(),
@@ -86,17 +110,16 @@ def serial(
     setting: Setting,
     *,
     dp: DpOptions,
-    cipher: CipherName = "ckks",
+    ciphering: CipherOptions,
     local: LocalOptions,
-    value_range: float = VALUE_RANGE,
     masking: MaskOptions,
 ) -> Scheme:
     """Everything noised, then everything hidden."""
-    hiding = _cipher(cipher, value_range, masking)
+    hiding = ciphering.hiding(masking)
     return Scheme(
         name="serial",
         downlink=Kept(),
-        work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False),
+        work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False, clip_decay=dp.shrinking(setting)),
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, dp), throughout=True),
         holder="clients",
         caveats=Caveats(paper=_PAPER),
@@ -123,23 +146,23 @@ def paraaegis(
     share_decay: float = 1.0,
     strategy: Strategy = "max",
     vote: Voting = "tags",
-    cipher: CipherName = "ckks",
+    ciphering: CipherOptions,
     dp: DpOptions,
     local: LocalOptions,
-    value_range: float = VALUE_RANGE,
     masking: MaskOptions,
 ) -> Scheme:
     """`share` 0 is dp-fedavg, 1 is ckks-fedavg."""
     ratio = Ratio(share, share_decay)
     everything = (share, share_decay) == (1.0, 1.0)
-    hiding = _cipher(cipher, value_range, masking)
+    hiding = ciphering.hiding(masking)
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(masking.masks(1.0)) if votes and vote == "histogram" else None
     training = local.training(setting, epochs=1)
+    noised = DividedUpdate(training, dp.clip, reports=share > 0, clip_decay=dp.shrinking(setting))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),
-        work=replace(training, refuses=False) if everything else DividedUpdate(training, dp.clip, reports=share > 0),
+        work=replace(training, refuses=False) if everything else noised,
         uplink=Parallel(
             ratio,
             hiding if share > 0 else None,

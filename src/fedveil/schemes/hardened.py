@@ -8,7 +8,7 @@ from typing import Literal
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.protocol.parts import Scheme, Uplink
 from fedveil.schemes.lossless import lossless
-from fedveil.schemes.options import DpOptions, HeadOptions, LocalOptions, MaskOptions, PairOptions
+from fedveil.schemes.options import DpOptions, GroupedHeadOptions, LocalOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.noise_plan import NoisePlan
@@ -32,8 +32,7 @@ Cover = Literal["noise", "masks"]
 def veil_secagg(
     setting: Setting,
     *,
-    head_groups: int | None = None,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
     spread: float = 4.0,
     masking: MaskOptions,
     value_range: float = 2.0**24,
@@ -43,9 +42,7 @@ def veil_secagg(
 ) -> Scheme:
     """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
     masks = masking.masks(value_range, collusion=collusion)
-    veiled = lossless(
-        setting, head_groups=head_groups, head=head, spread=spread, stream_rotations=stream_rotations, local=local
-    )
+    veiled = lossless(setting, head=head, spread=spread, stream_rotations=stream_rotations, local=local)
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False)
     if not local.one_gradient:
         work = replace(local.training(setting), refuses=False)
@@ -93,7 +90,7 @@ def veil_dp(
     return Scheme(
         name="veil-dp",
         downlink=Rescaling(1.5 if spread is None else spread, family=family),
-        work=LocalOptions().clipped(setting, dp.clip),
+        work=LocalOptions().clipped(setting, dp),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,
     )

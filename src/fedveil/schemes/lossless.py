@@ -8,7 +8,7 @@ from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.symmetry import STEP_BY_STEP
 from fedveil.errors import ConfigError, spelled
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import HeadOptions, LocalOptions
+from fedveil.schemes.options import GroupedHeadOptions, HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
@@ -32,14 +32,13 @@ _PROTECTS = (
 def lossless(
     setting: Setting,
     *,
-    head_groups: int | None = None,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
     spread: float = 4.0,
     stream_rotations: bool = False,
     local: LocalOptions,
 ) -> Scheme:
-    """Rescaling + head noise, m groups; m = the number of outputs unless given."""
-    noise = head.noise(setting, head_groups)
+    """Rescaling + head noise, m groups or a partition of the outputs; m = the number of outputs unless given."""
+    noise = head.noise(setting)
     many = "full" if local.one_gradient else "isometry"
     family = setting.family_or(many if noise is None or stream_rotations else "scale")
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
@@ -74,4 +73,5 @@ def lossless(
 )
 def pbpfl(setting: Setting, *, head: HeadOptions, spread: float = 4.0, local: LocalOptions) -> Scheme:
     """`lossless` with m = 1."""
-    return replace(lossless(setting, head_groups=1, head=head, spread=spread, local=local), name="pbpfl")
+    grouped = GroupedHeadOptions(head.head_strength, head.head_noise, head_groups=1)
+    return replace(lossless(setting, head=grouped, spread=spread, local=local), name="pbpfl")

@@ -33,7 +33,7 @@ def ldp(
     return Scheme(
         name="ldp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip, secret_sampling, adaptive.rule()),
+        work=local.clipped(setting, dp, secret_sampling, adaptive.rule(), statistics=dp.by_paper),
         uplink=Noised(plan),
         caveats=Caveats(paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)"),
     )
@@ -51,7 +51,7 @@ def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: Adapt
     return Scheme(
         name="cdp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip, adaptive=adaptive.rule()),
+        work=local.clipped(setting, dp, adaptive=adaptive.rule()),
         uplink=Bare(acquainted=True),
         central=PlannedCentral(plan),
         # Stored ledgers have the model first, before what the uplink leaves open.
@@ -78,7 +78,7 @@ def nadp(
     return Scheme(
         name="nadp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip, adaptive=adaptive.rule()),
+        work=local.clipped(setting, dp, adaptive=adaptive.rule(), statistics=dp.by_paper),
         uplink=pairs.noised(setting, dp, cancelling=not skip_cancelling),
         honest_arrivals=pairs.honest_arrivals,
         caveats=Caveats(paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)"),

@@ -14,6 +14,7 @@ from fedveil.crypto.paillier import KEY_BITS
 from fedveil.downlink.rescaling import HeadNoise
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
+from fedveil.plain import list_of
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
 from fedveil.uplink.graph import COLLUSION
@@ -24,7 +25,7 @@ from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.uplink.unmasking import Quorum
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Schedule
-from fedveil.work.clipping import ClippedSamples, ClippedUpdate
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 
@@ -74,10 +75,31 @@ class DpOptions(Budget):
     clip: float = 1.0
     accounting: Accounting = "exact"
     noise_decay: float = 1.0
+    clip_decay: float = 1.0
+    epsilon_per_client: str | None = None
 
     def target(self, setting: Setting) -> Target:
-        """What a whole run aims at, with noise that shrinks over its rounds where that is asked for."""
-        return replace(super().target(setting), decay=self.noise_decay)
+        """What a whole run aims at, with noise that shrinks over its rounds and ε of each client's own where asked."""
+        whole = replace(super().target(setting), decay=self.noise_decay)
+        if self.epsilon_per_client is None:
+            return whole
+        each = list_of(self.epsilon_per_client, "epsilon_per_client")
+        if setting.clients and len(each) != setting.clients:
+            raise ConfigError(
+                f"epsilon_per_client names {len(each)} clients, and there are {setting.clients}: give one ε for each."
+            )
+        return replace(whole, epsilon=min(each), each=each)
+
+    @property
+    def by_paper(self) -> bool:
+        """Whether noise is the paper's, of whatever worth."""
+        return self.accounting == "paper"
+
+    def shrinking(self, setting: Setting) -> float:
+        """The factor on the clip each round, if the last round's can be computed with."""
+        check_clip_decay(self.clip_decay)
+        check_bound(self.clip * self.clip_decay ** (setting.rounds - 1))
+        return self.clip_decay
 
 
 @dataclass(frozen=True)
@@ -153,11 +175,14 @@ class LocalOptions:
     def clipped(
         self,
         setting: Setting,
-        clip: float,
+        dp: DpOptions,
         secret_sampling: float | None = None,
         adaptive: AdaptiveClip | None = None,
+        *,
+        statistics: bool = False,
     ) -> ClippedSamples | ClippedUpdate:
-        """One step on clipped samples, or, with local training, a clipped update."""
+        """One step on clipped samples, or, with local training, a clipped update, batch `statistics` beside it."""
+        decay = dp.shrinking(setting)
         if self.one_gradient:
             self.refuse_training()
             if adaptive is not None:
@@ -166,10 +191,10 @@ class LocalOptions:
                     f"sample is clipped by itself: give more than one {spelled('local_steps')}, or "
                     f"{spelled('local_epochs')}."
                 )
-            return ClippedSamples(setting.loss, setting.batches, clip, setting.vectorise, secret_sampling)
+            return ClippedSamples(setting.loss, setting.batches, dp.clip, setting.vectorise, secret_sampling, decay)
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
-        return ClippedUpdate(self.training(setting), clip, adaptive)
+        return ClippedUpdate(self.training(setting), dp.clip, adaptive, clip_decay=decay, statistics=statistics)
 
 
 @dataclass(frozen=True)
@@ -179,15 +204,46 @@ class HeadOptions:
     head_strength: float = 1.0
     head_noise: bool = True
 
-    def noise(self, setting: Setting, groups: int | None) -> HeadNoise | None:
-        """The head noise that fits the loss, if it is wanted."""
+    def noise(self, setting: Setting) -> HeadNoise | None:
+        """The head noise that fits the loss, with one γ, if it is wanted."""
         if not self.head_noise:
             return None
         refuse_head_noise(setting.loss)
         weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
         if not self.head_strength > 0:
             raise ConfigError(f"head_strength must be positive (got {self.head_strength}); 1 is the default.")
-        return HeadNoise(groups, self.head_strength, weighted)
+        return HeadNoise(1, self.head_strength, weighted)
+
+
+@dataclass(frozen=True)
+class GroupedHeadOptions(HeadOptions):
+    """The same with several γ: so many, or by a partition of the outputs."""
+
+    head_groups: int | None = None
+    head_partition: str | None = None
+
+    def noise(self, setting: Setting) -> HeadNoise | None:
+        """The head noise that fits the loss, if it is wanted."""
+        noise, given = super().noise(setting), self.head_partition
+        if given is not None and (noise is None or self.head_groups is not None):
+            other = spelled("head_noise", False) if noise is None else spelled("head_groups")
+            raise ConfigError(
+                f"{spelled('head_partition')} says itself which outputs share a γ: leave it or {other} out."
+            )
+        if noise is None:
+            return None
+        return replace(noise, groups=self.head_groups, partition=None if given is None else _partition(given))
+
+
+def _partition(text: str) -> tuple[int, ...]:
+    numbers = list_of(text, "head_partition")
+    count = len(set(numbers))
+    if set(numbers) != set(range(count)):
+        raise ConfigError(
+            f"head_partition names the γ of every output by whole numbers from 0 on, none left out: {text[:60]!r} does "
+            "not."
+        )
+    return tuple(map(int, numbers))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class AssumedNoise(Uplink):
 
     `sigma` is the standard deviation that the sum of K gradients shall carry. With `shared`, each client
     adds σ/√K; without, σ itself (local DP). `strength` is σ_Δ/σ_η; 0 leaves pairs out. Under the law
-    "decomposed" a client draws what becomes Gaussian only when multiplied by the server's secret scales.
+    "decomposed" a client draws what becomes Gaussian only when multiplied by the server's secret scales. With `alike`
+    every client counts the same, whatever its number of samples. `own` is σ_η itself, where it was given.
     """
 
     sigma: float
@@ -51,6 +52,8 @@ class AssumedNoise(Uplink):
     strength: float = math.sqrt(1000.0)
     neighbours: int | None = None
     cancelling: bool = True
+    alike: bool = False
+    own: float | None = None
 
     def __post_init__(self) -> None:
         if self.law not in LAWS:
@@ -73,8 +76,19 @@ class AssumedNoise(Uplink):
         return Assumed(self.sigma, self.sensitivity)
 
     def own_sigma(self, clients: int) -> float:
-        """σ/√K where it is shared, or σ."""
+        """σ/√K where it is shared, or σ; or as it was given."""
+        if self.own is not None:
+            return self.own
         return self.sigma / math.sqrt(clients) if self.shared else self.sigma
+
+    @property
+    def equal(self) -> bool:
+        """As given."""
+        return self.alike
+
+    def _size(self, context: RoundContext) -> float:
+        """What a contribution of mean size weighs."""
+        return 1.0 if self.alike else _mean_size(context)
 
     @property
     def noise_neighbours(self) -> int | None:
@@ -102,8 +116,10 @@ class AssumedNoise(Uplink):
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
         """η_k and Σ ± Δ on the first tensor, in the units of a contribution of mean size."""
-        count, mean_size = len(context.cohort), _mean_size(context)
+        count, mean_size = len(context.cohort), self._size(context)
         payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
+        if self.alike:
+            payload /= payload[-1].clone()
         noised = terms.layout.split(payload)["gradients"][0]
         own = self.own_sigma(count)
         stream = secrets.stream("residual", state.client, context.round, context.attempt)
@@ -119,9 +135,9 @@ class AssumedNoise(Uplink):
 
     def add_pair(self, target: Tensor, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> None:
         """Add what a client shares with `peer` to its own first tensor, in place; −1 × that is in the peer's."""
-        count, mean_size = len(context.cohort), _mean_size(context)
+        count, mean_size = len(context.cohort), self._size(context)
         seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
-        sigma = self.sigma / math.sqrt(count) * self.strength * mean_size
+        sigma = self.own_sigma(count) * self.strength * mean_size
         self._add(target, terms, sigma=sigma, seed=seed, sign=1.0 if state.client < peer else -1.0)
 
     def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
 from fedveil.secrets import SecretSource
+from fedveil.tensors import STATISTICS_CUT, statistics_in
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise, grid_of
 from fedveil.uplink.noise_plan import NoisePlan
@@ -26,8 +27,8 @@ def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
 def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
     # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
     noise_layout, most = planned(plan, context, terms.work), max(context.samples())
-    largest = max(most, most * bounded(terms.work).largest)
-    return grid_of(noise_layout, length=terms.layout.length, largest=largest, word_bits=plan.word_bits)
+    widest = max(1.0, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
+    return grid_of(noise_layout, length=terms.layout.length, largest=most * widest, word_bits=plan.word_bits)
 
 
 def add_residual(

@@ -125,7 +125,8 @@ LEAST_DELTA = 1e-100
 class Target:
     """(ε, δ) over a run in which one client takes part at most `participations` times.
 
-    From each round to the next the noise's deviation is multiplied by `decay`.
+    From each round to the next the noise's deviation is multiplied by `decay`. `each` has every client's own ε, by its
+    number, where they differ; `epsilon` is then the strictest of them.
     """
 
     epsilon: float
@@ -134,8 +135,13 @@ class Target:
     participations: int
     rate: float = 1.0
     decay: float = 1.0
+    each: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "each", tuple(self.each))  # a journal has lists
+        for client, epsilon in enumerate(self.each):
+            if not (math.isfinite(epsilon) and epsilon >= LEAST_EPSILON):
+                raise ConfigError(f"epsilon_per_client: client {client} asks for {epsilon:g}, which is no ε.")
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
             raise ConfigError(f"epsilon must be a positive number (got {self.epsilon}).")
         if not 0 < self.delta < 1:
@@ -155,6 +161,10 @@ class Target:
     def mu(self) -> float:
         """The largest μ of the whole run that meets the target."""
         return mu_of(self.epsilon, self.delta)
+
+    def of(self, client: int) -> Target:
+        """A client's own."""
+        return replace(self, epsilon=self.each[client], each=()) if self.each else self
 
     def per_round(self, round: int | None = None) -> float:
         """μ² of one round, counted from 0: its part of the whole, an equal one where noise is the same in all."""
@@ -222,6 +232,11 @@ class NoisePlan:
                 "Secret sampling of records amplifies noise that a client adds for itself, by exact accounting: use "
                 f"{spelled('scheme', 'ldp')} {spelled('accounting', 'exact')}."
             )
+        if self.sampling is not None and self.target.each:
+            raise ConfigError(
+                "Under secret sampling one noise is found for all clients: leave out "
+                f"{spelled('secret_sampling')} or {spelled('epsilon_per_client')}."
+            )
         if self.sampling is not None and self.target.decay != 1:
             raise ConfigError(
                 "Under secret sampling the noise of all rounds is found together and is the same in each: leave out "
@@ -235,6 +250,10 @@ class NoisePlan:
             raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
         if self.strength is not None and not (math.isfinite(self.strength) and self.strength >= 0):
             raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    def target_of(self, client: int) -> Target:
+        """What noise is made for: a client's own target where noise is its own, the strictest where it is shared."""
+        return self.target.of(client) if self.layout == "local" else self.target
 
     def removable(self, count: int) -> int:
         """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself.
@@ -378,14 +397,21 @@ def _noise_layout(
 ) -> NoiseLayout:
     if plan.layout == "local" or (plan.layout == "pairs" and len(members) == 1):
         reach, nobody = _reach(sensitivity, plan.word_bits), np.empty(0, dtype=np.int64)
+        own = [plan.target_of(client) for client in members] if plan.target.each else [plan.target] * len(members)
         if plan.accounting == "paper":
-            scales = np.asarray([plan.paper_scale(bound, round) for bound in sensitivity])
+            scales = np.asarray(
+                [
+                    replace(plan, target=one).paper_scale(bound, round)
+                    for one, bound in zip(own, sensitivity, strict=True)
+                ]
+            )
             if plan.per_sample:
                 scales /= max(samples)
         elif plan.sampling is not None:
             scales = reach / 2.0 * plan.noise_multiplier()
         else:
-            scales = reach * math.sqrt(_SAFE / plan.target.per_round(round))
+            costs = {one: one.per_round(round) for one in set(own)}
+            scales = reach * np.sqrt(np.asarray([_SAFE / costs[one] for one in own]))
         return NoiseLayout(members, reach, scales**2, nobody, nobody, np.empty(0))
     unit, worst = _unscaled(plan, members, samples, sensitivity, seed)
     if plan.accounting == "paper":

@@ -27,10 +27,10 @@ from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
-from fedveil.protocol.plausible import upload_reach
+from fedveil.protocol.plausible import clipped_part, upload_reach
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
-from fedveil.tensors import Layout
+from fedveil.tensors import Layout, statistics_in
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.graph import Graph
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed
@@ -245,6 +245,8 @@ class Noised(Uplink):
             noise += ", and the same shared by pairs, which cancels in the sum"
         covers = dict.fromkeys(layout.names, Cover(noise=noise, protection="noised" if self.cancelling else "open"))
         covers["weight"] = Cover(about="public")
+        if statistics_in(layout):
+            covers["statistics"] = Cover(noise=f"{noise}, on numbers that nobody clips", protection="open")
         return (
             *releases_of(Upload, sections=layout.names, covers=covers),
             *(releases_of_all(Repair, Repaired) if self.repairs else ()),
@@ -311,7 +313,7 @@ class NoisedSum(Inbox[Any]):
     def _fold(self, reply: Upload | Repaired) -> None:
         if isinstance(reply, Upload):
             reach = upload_reach(self._noise_layout, self._context, self._terms, reply.client)
-            reach.check(reply.payload[:-1].double() * self._codec.step, "an upload")
+            reach.check(clipped_part(reply.payload, self._terms).double() * self._codec.step, "an upload")
             self._words += reply.payload.cpu().numpy().view(np.uint64)
             return
         vanished = reply.vanished.tolist()

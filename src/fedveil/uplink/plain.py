@@ -22,10 +22,17 @@ from fedveil.tensors import Layout
 class Bare(Uplink):
     """No protection on the way up: the server sees every contribution.
 
-    `acquainted` clients announce their sample counts, where the size of a central noise depends on them.
+    `acquainted` clients announce their sample counts, where the size of a central noise depends on them. With `alike`
+    every client counts the same.
     """
 
     acquainted: bool = False
+    alike: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """As given."""
+        return self.alike
 
     @property
     def introduction(self) -> Introduction:
@@ -35,8 +42,9 @@ class Bare(Uplink):
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
-        """As it is."""
-        return state, Upload(state.client, context.round, context.attempt, vector)
+        """As it is; where clients count alike, over its weight, which stands last."""
+        payload = vector / vector[-1] if self.alike else vector
+        return state, Upload(state.client, context.round, context.attempt, payload)
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """An exact sum. Of clipped contributions none can be longer than their bound, and is refused if it is.

@@ -37,9 +37,10 @@ LABEL_BYTES = 8
 """Round and attempt; the other half of the block is the index."""
 
 Ranking = Literal["max", "min"]
-Strategy = Literal["max", "min", "random"]
+Strategy = Literal["max", "min", "random", "random-votes"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-"""Which parameters are named: the largest updates, the smallest, or the same random ones by all clients."""
+"""Which parameters are named: the largest updates, the smallest, the same random ones by all clients (without a vote),
+or random ones by each client for itself."""
 
 _MOST_WORDS = 1 << 14
 _Words = NDArray[np.uint64]

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
 from fedveil.downlink.messages import Broadcast, ClipBroadcast
 from fedveil.errors import Code, ConfigError, NumericError, spelled
-from fedveil.tensors import LARGEST, Layout
+from fedveil.tensors import LARGEST, STATISTICS_CUT, Layout, statistics_in
 from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
-from fedveil.work.gradients import weighted
+from fedveil.work.gradients import contribution_layout, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
@@ -69,16 +69,22 @@ def refuse_renormed(architecture: Architecture) -> None:
             )
 
 
-def bounded_layout(architecture: Architecture, *, tensors: int) -> Layout:
-    """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
+def bounded_layout(architecture: Architecture, *, tensors: int, statistics: bool = False) -> Layout:
+    """gradients (1 × parameters) and weight; values and statistics are empty, for nothing would bound them.
+
+    With `statistics` those of batch normalisations are there all the same: nothing is then proven.
+    """
     if tensors != 1:
         raise ConfigError(
             f"Clipping bounds one gradient, and this downlink asks for {tensors} (head noise). Drop the head noise "
             "or the differential-privacy claim."
         )
-    refuse_batch_norm(architecture)
+    carried = statistics_in(contribution_layout(architecture, tensors=1)) if statistics else 0
+    if not carried:
+        refuse_batch_norm(architecture)
     refuse_renormed(architecture)
-    return Layout((("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+    sizes = (("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (carried,)), ("weight", (1,)))
+    return Layout(sizes)
 
 
 SMALLEST_CLIP = 1e-12
@@ -91,6 +97,15 @@ def check_bound(clip: float) -> None:
         raise ConfigError(f"The clipping bound must be a positive number, not {clip}.")
     if not SMALLEST_CLIP <= clip <= LARGEST:
         raise ConfigError(f"The clipping bound must lie between {SMALLEST_CLIP:g} and 2^36, not be {clip:g}.")
+
+
+def check_clip_decay(decay: float) -> None:
+    """Refuse a factor on the clip that is none."""
+    if not 0 < decay <= 1:
+        raise ConfigError(
+            f"{spelled('clip_decay')} is the factor by which the clip shrinks each round: above 0 and at most 1, not "
+            f"{decay}; 1 keeps it as it is."
+        )
 
 
 def _refuse_head(broadcast: Broadcast) -> None:
@@ -134,6 +149,9 @@ class ClippedSamples(ClippedWork):
     that depends on one record would tell about it. The bound holds for the sum as it is rounded, since C is taken
     a little smaller (`bounds.safe_bound`).
 
+    With a `clip_decay` ρ the clip of round t is C_t = C·ρᵗ, and what is sent is in units of it, times C: its bound, its
+    noise and their price are those of C in every round, and the server multiplies the sum by C_t/C, noise and all.
+
     With `sampling` q, the batch is drawn by the client's own secrets: each record with probability q,
     independently (Poisson), and the sum is divided by its expected size q·n_k. Samples are then taken one by one: how a
     product of matrices rounds depends on how many rows it has, and on a model made for it rounding is all there is, so
@@ -145,6 +163,7 @@ class ClippedSamples(ClippedWork):
     clip: float
     vectorise: bool | None = None
     sampling: float | None = None
+    clip_decay: float = 1.0
 
     returns = "gradient"
     local_training = (None, None)
@@ -153,6 +172,7 @@ class ClippedSamples(ClippedWork):
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        check_clip_decay(self.clip_decay)
         refuse_changed(self.loss)
         if not self.loss.separable:
             raise ConfigError(
@@ -234,7 +254,7 @@ class ClippedSamples(ClippedWork):
             )
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
         return [
-            weighted(row, len(data), share=1.0 / expected, dtype=_dtype(workspace))
+            weighted(row, len(data), share=1.0 / (expected * self.clip_decay**round), dtype=_dtype(workspace))
             for row, data in zip(clipped.sums, part, strict=True)
         ]
 
@@ -255,7 +275,7 @@ class ClippedSamples(ClippedWork):
                 seeded_dropout(engine.module, self.batches.seed, part[0].client, round),
                 nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=witness),
             ):
-                return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0]))
+                return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0], round))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
             workspace.vectorisable = False
             return None
@@ -270,13 +290,13 @@ class ClippedSamples(ClippedWork):
             return seeded_dropout(module, self.batches.seed, data.client, round, int(chosen[number]))
 
         with nothing_kept(architecture, module, self.loss, x, y, witness=witness):
-            bound = self._bound(workspace, data)
+            bound = self._bound(workspace, data, round)
             return looped(module, trained_names(architecture), self.loss, x, y, bound, seeded=seeded)
 
-    def _bound(self, workspace: Workspace, data: ClientData) -> float:
+    def _bound(self, workspace: Workspace, data: ClientData, round: int) -> float:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
         samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
-        return safe_bound(self.clip, _dtype(workspace), samples)
+        return safe_bound(self.clip * self.clip_decay**round, _dtype(workspace), samples)
 
 
 def _witness(y: Tensor, round: int) -> int:
@@ -296,16 +316,21 @@ def refuse_broken(broadcast: Broadcast, round: int) -> None:
 
 @dataclass(frozen=True)
 class BoundedUpdate(ClippedWork):
-    """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
+    """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ).
+
+    With a `clip_decay` ρ, that of round t to θ·ρᵗ; it travels in units of that, as in `ClippedSamples`.
+    """
 
     local: LocalSteps
     clip: float
+    clip_decay: float = field(default=1.0, kw_only=True)
 
     returns = "update"
     unit = "client"
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        check_clip_decay(self.clip_decay)
         refuse_changed(self.local.loss)  # what one client leaves in it would reach the next one's update
 
     @property
@@ -333,7 +358,7 @@ class BoundedUpdate(ClippedWork):
     ) -> Iterator[tuple[int, Tensor]]:
         """Many clients' local training, together where the device gains by it."""
         for position, moved in self._trained(workspace, broadcast, clients, units, round=round):
-            yield position, self._bounded(workspace, broadcast, clients[position], moved)
+            yield position, self._bounded(workspace, broadcast, clients[position], moved, round=round)
 
     def _trained(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
@@ -357,18 +382,31 @@ class BoundedUpdate(ClippedWork):
 
     @abstractmethod
     def _bounded(
-        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError, *, round: int
     ) -> Tensor:
         """The contribution; a training that ran away has moved nothing, for a refusal would tell about the data."""
 
 
 @dataclass(frozen=True)
 class ClippedUpdate(BoundedUpdate):
-    """The whole update is clipped: n_k · u·min(1, θ/‖u‖). An `adaptive` clip follows the updates, in units of θ."""
+    """The whole update is clipped: n_k · u·min(1, θ/‖u‖). An `adaptive` clip follows the updates, in units of θ.
+
+    With `statistics`, where accounting is the paper's, batch normalisations train too: their statistics travel behind
+    the update, under the same noise and clipped by nobody, so that nothing is proven of such a run.
+    """
 
     adaptive: AdaptiveClip | None = None
+    statistics: bool = field(default=False, kw_only=True)
 
     reports = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adaptive is not None and self.clip_decay != 1.0:
+            raise ConfigError(
+                f"A clip follows the updates or a schedule, not both: leave out {spelled('adaptive_clip', True)} or "
+                f"{spelled('clip_decay')}."
+            )
 
     @property
     def largest(self) -> float:
@@ -381,13 +419,13 @@ class ClippedUpdate(BoundedUpdate):
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k) and weight, and with an adaptive clip whether it was enough; nothing else leaves."""
-        layout = bounded_layout(architecture, tensors=tensors)
+        layout = bounded_layout(architecture, tensors=tensors, statistics=self.statistics and self.adaptive is None)
         if self.adaptive is None:
             return layout
         return Layout((*layout.sections[:-1], ("within", (1,)), layout.sections[-1]))
 
     def _bounded(
-        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError, *, round: int
     ) -> Tensor:
         samples, away = len(data), isinstance(moved, NumericError)
         if isinstance(moved, NumericError):
@@ -395,7 +433,12 @@ class ClippedUpdate(BoundedUpdate):
         else:
             update = moved[: workspace.architecture.size]
         if self.adaptive is None:
-            return weighted(clipped(update, self.clip * samples), samples, share=1.0 / samples)
+            in_units = update if self.clip_decay == 1.0 else update / self.clip_decay**round
+            sent = clipped(in_units, self.clip * samples)
+            if carried := statistics_in(workspace.layout):
+                told = sent.new_zeros(carried) if isinstance(moved, NumericError) else moved[-1 - carried : -1].to(sent)
+                sent = torch.cat([sent, told.clamp(-STATISTICS_CUT * samples, STATISTICS_CUT * samples)])
+            return weighted(sent, samples, share=1.0 / samples)
         assert isinstance(broadcast, ClipBroadcast)
         clip = float(broadcast.clip)
         within = not away and float(scaled_norms(update[None])) <= clip * samples
@@ -424,7 +467,7 @@ class DividedUpdate(BoundedUpdate):
         return bounded_layout(architecture, tensors=tensors)
 
     def _bounded(
-        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError, *, round: int
     ) -> Tensor:
         length = workspace.layout.length - 1
         if isinstance(moved, NumericError):

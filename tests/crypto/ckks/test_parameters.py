@@ -69,6 +69,29 @@ def test_given_parameters_that_are_unsafe_narrow_or_coarse_are_refused(change: d
         Parameters(**{**GOOD, **change})
 
 
+@pytest.mark.parametrize("degree", MODULUS_BITS)
+def test_a_ring_that_is_asked_for_is_taken_and_safe(degree: int) -> None:
+    found = choose(addends=10, largest=8.0, degree=degree, scale_bits=42)
+    assert (found.degree, found.scale_bits) == (degree, 42)
+    assert sum(found.moduli) <= MODULUS_BITS[degree]
+    assert choose(addends=10, largest=8.0, degree=degree).scale_bits >= 45
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"degree": 2048}, "must be one of 4096, 8192, 16384"),
+        ({"degree": 1 << 15}, "must be one of"),
+        ({"degree": 4096, "scale_bits": 58}, "no room|scale_bits must leave"),
+        ({"scale_bits": 20}, "Raise scale_bits"),
+        ({"degree": 8192, "scale_bits": 61}, "at most 60"),
+    ],
+)
+def test_a_ring_or_scale_that_would_fail_is_refused(asked: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose(addends=10, largest=8.0, **asked)
+
+
 @pytest.mark.parametrize("wrong", [{"addends": 0, "largest": 1.0}, {"addends": 1, "largest": float("inf")}])
 def test_a_sum_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"at least one addend|positive number"):

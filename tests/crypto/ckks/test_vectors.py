@@ -21,6 +21,18 @@ def drawn(length: int, seed: int = 0, largest: float = 2.0) -> np.ndarray:
     return np.random.default_rng(seed).uniform(-largest, largest, length)
 
 
+@pytest.mark.parametrize("asked", [{"degree": 8192, "scale_bits": 40}, {"degree": 16384, "scale_bits": 44}])
+def test_sums_in_a_ring_that_was_asked_for_are_as_exact_as_it_says(asked: dict[str, int], alone: None) -> None:
+    pytest.importorskip("tenseal")
+    secret = ckks.generate(ckks.choose(addends=3, largest=2.0, **asked))
+    values = np.random.default_rng(1).uniform(-2.0, 2.0, (3, 9000))
+    adder = ckks.Adder(secret.public, length=9000)
+    for row in values:
+        adder.add(ckks.encrypt(row, secret.public))
+    error = np.abs(ckks.decrypt(adder.total(), secret) - values.sum(0)).max()
+    assert 0 < error <= secret.parameters.error <= ckks.PRECISION
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_was_encrypted_is_read_again(key: ckks.SecretKey, length: int) -> None:
     values = drawn(length)

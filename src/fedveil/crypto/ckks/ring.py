@@ -43,6 +43,7 @@ is what the sum alone would have given; with a `grain`, every one.
 MODULUS_BITS = {4096: 109, 8192: 218, 16384: 438}
 """Degree of the ring → most bits of all moduli together at 128-bit security (HomomorphicEncryption.org)."""
 
+_LARGE = (16384, (60, 60, 60))
 _SHAPES = ((4096, (54, 55)), (4096, (60, 49)), (8192, (60, 60, 60)))
 _MODULUS_RANGE = range(20, 61)
 _MOST_SCALE_BITS = 60
@@ -118,11 +119,7 @@ class Parameters:
         return f"CKKS with degree {self.degree}, moduli {list(self.moduli)} and scale 2^{self.scale_bits}"
 
     def _check_security(self) -> None:
-        if self.degree not in MODULUS_BITS:
-            raise ConfigError(
-                f"The degree of a CKKS ring must be one of {', '.join(map(str, MODULUS_BITS))}, not {self.degree}: "
-                "smaller ones are not both safe and precise enough."
-            )
+        _check_degree(self.degree)
         if len(self.moduli) < 2 or not all(bits in _MODULUS_RANGE for bits in self.moduli):
             raise ConfigError(
                 f"CKKS needs two or more moduli of {_MODULUS_RANGE[0]} to {_MODULUS_RANGE[-1]} bits, "
@@ -148,18 +145,27 @@ class Parameters:
             )
 
 
-def choose(*, addends: int, largest: float) -> Parameters:
+def choose(*, addends: int, largest: float, degree: int | None = None, scale_bits: int | None = None) -> Parameters:
     """The smallest safe ring with room and precision for the sum, and the largest scale it has room for.
 
     A larger scale costs nothing. Of several moduli for one ring, the smallest that allow a grain are taken,
-    or the smallest if none do.
+    or the smallest if none do. With a `degree` or `scale_bits` given, one that does not do is refused.
     """
+    if degree is not None:
+        _check_degree(degree)
+    shapes = _SHAPES if degree is None else [shape for shape in (*_SHAPES, _LARGE) if shape[0] == degree]
     candidates: list[Parameters] = []
-    for degree, moduli in _SHAPES:
+    for ring, moduli in shapes:
+        bits = _scale_bits(moduli, addends * largest) if scale_bits is None else scale_bits
         try:
-            candidates.append(Parameters(degree, moduli, _scale_bits(moduli, addends * largest), addends, largest))
+            candidates.append(Parameters(ring, moduli, bits, addends, largest))
         except ConfigError:
-            if addends < 1 or not 0.0 < largest < math.inf:
+            given = degree is not None or scale_bits is not None
+            if (
+                addends < 1
+                or not 0.0 < largest < math.inf
+                or (given and (ring, moduli) == shapes[-1] and not candidates)
+            ):
                 raise
     if not candidates:
         raise ConfigError(
@@ -168,6 +174,14 @@ def choose(*, addends: int, largest: float) -> Parameters:
         )
     smallest = [parameters for parameters in candidates if parameters.degree == candidates[0].degree]
     return next((parameters for parameters in smallest if parameters.grain is not None), smallest[0])
+
+
+def _check_degree(degree: int) -> None:
+    if degree not in MODULUS_BITS:
+        raise ConfigError(
+            f"The degree of a CKKS ring must be one of {', '.join(map(str, MODULUS_BITS))}, not {degree}: "
+            "smaller ones are not both safe and precise enough."
+        )
 
 
 def _scale_bits(moduli: tuple[int, ...], size: float) -> int:
