@@ -249,7 +249,7 @@ def gain(tracing: Tracing, ref: ParameterRef, ids: Tensor) -> Tensor:
     read = _operand(tracing, ref, ids)
     lead = ids.dim() - read.dim()
     slots.limit(read, SPARSE)
-    made = slots.beside(read)
+    made = slots.beside(read, SPARSE)
     tracing.use(ref, view=tuple(ref.value.shape), out=made, into=read)
     return made.reshape((1,) * lead + tuple(made.shape))
 
@@ -457,6 +457,8 @@ def project(tracing: Tracing, read: Tensor, weight: ParameterRef, bias: Paramete
 
 GATES: dict[type[nn.Module], str] = {nn.LSTM: "iftg", nn.GRU: "rzt", nn.RNN: "t"}
 """The gates as torch stacks them; t: behind a tanh."""
+CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
+"""One step of each, as a layer of its own."""
 
 
 @dataclass(frozen=True)
@@ -469,14 +471,22 @@ class RecurrentCell:
 
 
 def recurrent(
-    tracing: Tracing, input: object, layers: Sequence[Sequence[RecurrentCell]], *, gates: str, homogeneous: bool
+    tracing: Tracing,
+    input: object,
+    layers: Sequence[Sequence[RecurrentCell]],
+    *,
+    gates: str,
+    homogeneous: bool,
+    first: Sequence[object] = (),
 ) -> tuple[Tensor, Tensor]:
     """The ids of the outputs' last axis and of the last states (layers, units).
 
-    All gates of a unit move together. States and the gate behind a tanh may also change sign: tanh is odd.
+    All gates of a unit move together. States and the gate behind a tanh may also change sign: tanh is odd. States that
+    it is given at first (`first`) have the secrets of its own.
     """
     slots = _slots(tracing)
     read, states = along(tracing, as_edge(input), -1), []
+    given = [_by_layer(tracing, as_edge(state)) for state in first]
     for directions in layers:
         ends = []
         for cell in directions:
@@ -485,6 +495,8 @@ def recurrent(
             unit = slots.fresh(size) if known is None or known.into is None else known.into.reshape(-1)
             slots.limit(unit, POSITIVE if homogeneous else SIGNED)
             slots.seen(unit)
+            for rows in given:
+                slots.unite(rows[len(states) + len(ends)], unit)
             gate = slots.beside(unit, UNIT)
             stacked = torch.stack([unit if one == "t" else gate for one in gates])
             for weight, into in ((cell.hidden, unit), (cell.input, read)):
@@ -499,6 +511,40 @@ def recurrent(
     return read, torch.stack(states)
 
 
+def _by_layer(tracing: Tracing, state: Edge) -> Tensor:
+    """The ids (layers, units) of states, which have the batch between them."""
+    rank = state.value.dim()
+    ids = level(tracing, state.ids, range(1, rank - 1))
+    return ids.reshape(ids.shape[0], ids.shape[-1]).expand(state.value.shape[0], state.value.shape[-1])
+
+
+def one_step(
+    tracing: Tracing,
+    input: object,
+    first: object,
+    weight_ih: object,
+    weight_hh: object,
+    bias_ih: object = None,
+    bias_hh: object = None,
+    *,
+    gates: str,
+    homogeneous: bool = False,
+) -> Tensor:
+    """The ids of a recurrent cell's states, which are alike, after one step."""
+    biases = tuple(weighted(bias) for bias in (bias_ih, bias_hh) if bias is not None)
+    cell = RecurrentCell(weighted(weight_ih), weighted(weight_hh), biases)
+    given = () if first is None else first if isinstance(first, (tuple, list)) else (first,)
+    before = [Edge(state.value[None], state.ids[None]) for state in map(as_edge, given)]
+    unit, _ = recurrent(tracing, input, [[cell]], gates=gates, homogeneous=homogeneous, first=before)
+    return place(unit, -1, as_edge(input).value.dim())
+
+
+def _exported_step(tracing: Tracing, out: Any, *operands: Any, gates: str) -> Any:
+    """As torch.export has it: (input, first states, weights, biases)."""
+    unit = one_step(tracing, *operands, gates=gates, homogeneous=tracing.operation == "rnn_relu_cell")
+    return pytree.tree_map_only(Tensor, lambda _: unit, out)
+
+
 def _exported_recurrent(
     tracing: Tracing,
     out: Any,
@@ -511,9 +557,6 @@ def _exported_recurrent(
     gates: str,
 ) -> tuple[Tensor, ...]:
     """As torch.export has it: (input, first states, all parameters in a row, …)."""
-    given = [as_edge(state) for state in (first if isinstance(first, (tuple, list)) else (first,))]
-    if any(bool(state.value.any()) for state in given):
-        raise NoRuleError("it is given its first state")
     parts = [weighted(weight) for weight in weights]
     each = 4 if biases else 2
     if any(ref.value.dim() != 2 for ref in (*parts[::each], *parts[1::each])):
@@ -524,7 +567,8 @@ def _exported_recurrent(
     ways = len(cells) // layers
     stacked = [cells[at : at + ways] for at in range(0, len(cells), ways)]
     homogeneous = tracing.operation == "rnn_relu"
-    read, states = recurrent(tracing, input, stacked, gates=gates, homogeneous=homogeneous)
+    given = first if isinstance(first, (tuple, list)) else (first,)
+    read, states = recurrent(tracing, input, stacked, gates=gates, homogeneous=homogeneous, first=given)
     return place(read, -1, out[0].dim()), *(_states(states, part.dim()) for part in out[1:])
 
 
@@ -534,6 +578,7 @@ def _states(states: Tensor, rank: int) -> Tensor:
 
 for _name, _layer in (("lstm", nn.LSTM), ("gru", nn.GRU), ("rnn_tanh", nn.RNN), ("rnn_relu", nn.RNN)):
     LIMITED[_name] = partial(_exported_recurrent, gates=GATES[_layer])
+    LIMITED[f"{_name}_cell"] = partial(_exported_step, gates=GATES[_layer])
 
 
 # -- layers that torch has as wholes ---------------------------------------------------------------------------
@@ -580,18 +625,30 @@ def layer_ids(
             edge = _encoder_layer(tracing, part, edge, ref)
         return edge.ids if module.norm is None else _norm(tracing, module.norm, edge, ref)
     if isinstance(module, nn.RNNBase) and kind in GATES:
-        if len(args) > 1 or kwargs or module.proj_size:
-            raise NoRuleError("it is given its first state, or projects its states")
+        if module.proj_size:
+            raise NoRuleError("its states are projected")
+        first = kwargs.get("hx", args[1] if len(args) > 1 else None)
         read, states = recurrent(
             tracing,
-            args[0],
+            args[0] if args else kwargs.get("input"),
             _cells(module, ref),
             gates=GATES[kind],
             homogeneous=isinstance(module, nn.RNN) and module.nonlinearity == "relu",
+            first=() if first is None else first if isinstance(first, (tuple, list)) else (first,),
         )
         rank = out[0].dim()
         last = _states(states, rank)
         return place(read, -1, rank), (last, last) if isinstance(module, nn.LSTM) else last
+    if kind in CELLS:
+        unit = one_step(
+            tracing,
+            args[0],
+            kwargs.get("hx", args[1] if len(args) > 1 else None),
+            *(ref(module, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
+            gates=GATES[CELLS[kind]],
+            homogeneous=getattr(module, "nonlinearity", "") == "relu",
+        )
+        return pytree.tree_map_only(Tensor, lambda _: unit, out)
     return None
 
 

@@ -411,7 +411,7 @@ def normalised(
     if isinstance(weight, ParameterRef):
         shape = tuple(weight.value.shape)
         if bool(tracing.classes.find(read).any()):
-            made = slots.beside(read)
+            made = slots.beside(read, SPARSE)
             tracing.use(weight, view=shape, out=made, into=read)
         else:  # on a public edge only the affine part's own numbers are left
             made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)

@@ -50,7 +50,6 @@ from fedveil.downlink.scales import (
     Scaled,
     ScaleTable,
     Tracing,
-    place,
 )
 from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
 from fedveil.downlink.symmetry import PINNED
@@ -146,10 +145,12 @@ class Walker:
         return made
 
     def _zeros(self, value: Tensor) -> Edge:
-        """A first state, say: zeros fit any secret."""
+        """Zeros fit any secret: a first state, say; those of several layers (layers, batch, units) different ones."""
         if not value.is_floating_point() or value.dim() == 0:
             return self.tracing.constant(value)
-        ids = place(self.tracing.classes.fresh(value.shape[-1]), -1, value.dim())
+        rows = value.shape[0] if value.dim() == 3 else 1
+        ids = self.tracing.classes.fresh(rows * value.shape[-1])
+        ids = ids.reshape(rows, *(1,) * (value.dim() - 2), -1) if value.dim() > 1 else ids
         assert self.tracing.slots is not None
         self.tracing.slots.seen(ids)
         return Edge(value, ids)
