@@ -162,6 +162,18 @@ class Recurrent(nn.Module):
         return self.head(torch.tanh(self.cell(self.embedding(x))[0][:, -1]))  # type: ignore[no-any-return]
 
 
+class Adapter(nn.Module):
+    """A linear layer and a product of two parameters beside it, the other way round; the second begins as zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 8)
+        self.down, self.up = nn.Parameter(torch.randn(2, size)), nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.5 * (x @ self.down.T @ self.up.transpose(0, 1))  # type: ignore[no-any-return]
+
+
 class Stateful(nn.Module):
     """One recurrent network goes on from another's last states, which began with zeros that are given."""
 
@@ -296,6 +308,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {
     "the same, rotary": (lambda: Decoder(tied=False, shared=4, by_hand=True), TOKENS, 1.0),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), TOKENS, 1.0),
     "gru, both ways": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, 1.0),
+    "adapters": (lambda: nn.Sequential(Adapter(6), nn.Tanh(), Adapter(8), nn.GELU(), nn.Linear(8, 3)), VECTOR, 1.0),
     "states that are given": (Stateful, TOKENS, 1.0),
     "cells in a loop": (Stepwise, TOKENS, 1.0),
     "a cell of one's own": (OwnCell, TOKENS, 1.0),

@@ -367,6 +367,10 @@ def _multiplied(tracing: Tracing, out: Tensor, input: object, weight: object, bi
     edge, matrix = as_edge(input), weighted(weight)
     if matrix.value.dim() != 2:
         raise NoRuleError("its weight is not a matrix")
+    if matrix.transposed:
+        return RULES["linear"](  # type: ignore[no-any-return]
+            tracing, out, input, ParameterRef(matrix.name, matrix.value.mT), bias
+        )
     features, outputs = matrix.value.shape
     made = fresh_out(tracing, matrix, outputs)
     tracing.use(matrix, view=(features, outputs), out=made[None, :], into=along(tracing, edge, -1)[:, None])

@@ -27,10 +27,14 @@ from fedveil.tensors import flatten
 
 @dataclass(frozen=True)
 class ParameterRef:
-    """A parameter that enters an operation directly, under its canonical name."""
+    """A parameter that enters an operation directly, under its canonical name.
+
+    `transposed`: it is a matrix, and its value is the other way round.
+    """
 
     name: str
     value: Tensor
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
