@@ -489,10 +489,11 @@ def recurrent(
     it is given at first (`first`) have the secrets of its own.
     """
     slots = _slots(tracing)
-    read, states = along(tracing, as_edge(input), -1), []
+    read = along(tracing, as_edge(input), -1)
+    states: list[Tensor] = []
     given = [_by_layer(tracing, as_edge(state)) for state in first]
     for directions in layers:
-        ends = []
+        ends: list[Tensor] = []
         for cell in directions:
             size = cell.hidden.value.shape[1]
             known = tracing.uses.get(cell.hidden.name)
