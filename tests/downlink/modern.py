@@ -29,10 +29,18 @@ class SelfAttention(nn.Module):
     later: Tensor
 
     def __init__(
-        self, size: int, heads: int, *, shared: int | None = None, rotary: bool = False, by_hand: bool = False
+        self,
+        size: int,
+        heads: int,
+        *,
+        shared: int | None = None,
+        rotary: bool = False,
+        by_hand: bool = False,
+        normed: bool = False,
     ) -> None:
         super().__init__()
         self.by_hand = by_hand
+        self.norms = nn.ModuleList((nn.LayerNorm if normed else nn.Identity)(size // heads) for _ in range(2))
         self.register_buffer("later", torch.ones(6, 6, dtype=torch.bool).triu(1))
         self.heads, self.shared, self.width, self.rotary = heads, shared or heads, size // heads, rotary
         self.query = nn.Linear(size, size)
@@ -54,6 +62,7 @@ class SelfAttention(nn.Module):
         q = self.query(x).view(samples, length, self.heads, self.width).transpose(1, 2)
         k = self.key(x).view(samples, length, self.shared, self.width).transpose(1, 2)
         v = self.value(x).view(samples, length, self.shared, self.width).transpose(1, 2)
+        q, k = self.norms[0](q), self.norms[1](k)
         if self.by_hand:
             scores = torch.matmul(self.turned(q), self.turned(k).transpose(-2, -1)) / math.sqrt(self.width)
             weights = scores.masked_fill(self.later, float("-inf")).softmax(-1)
@@ -81,10 +90,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """RMSNorm, rotary positions, grouped queries, SwiGLU; the head may be tied to the embedding."""
 
-    def __init__(self, *, tied: bool, rotary: bool = True, shared: int = 2, by_hand: bool = False) -> None:
+    def __init__(self, *, tied: bool, rotary: bool = True, shared: int = 2, **how: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList(Block(16, rotary=rotary, shared=shared, by_hand=by_hand) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(16, rotary=rotary, shared=shared, **how) for _ in range(2))
         self.norm = nn.RMSNorm(16)
         self.head = nn.Linear(16, 11, bias=False)
         if tied:
@@ -151,6 +160,52 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.cell(self.embedding(x))[0][:, -1]))  # type: ignore[no-any-return]
+
+
+class Adapter(nn.Module):
+    """A linear layer and a product of two parameters beside it, the other way round; the second begins as zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 8)
+        self.down, self.up = nn.Parameter(torch.randn(2, size)), nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.5 * (x @ self.down.T @ self.up.transpose(0, 1))  # type: ignore[no-any-return]
+
+
+class Stateful(nn.Module):
+    """One recurrent network goes on from another's last states, which began with zeros that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(7, 3)
+        self.reader, self.writer = (nn.LSTM(5, 7, num_layers=2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embedding(x)
+        zeros = torch.zeros(2, x.size(0), 7, dtype=self.head.weight.dtype)
+        _, states = self.reader(y, (zeros, zeros))
+        return self.head(self.writer(y.flip(1), states)[0][:, -1])  # type: ignore[no-any-return]
+
+
+class Stepwise(nn.Module):
+    """torch's recurrent cells in a loop: the first state is a parameter, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(6, 3)
+        self.lower, self.upper = nn.GRUCell(5, 7), nn.LSTMCell(7, 6)
+        self.begin = nn.Parameter(torch.zeros(1, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embedding(x)
+        state, above = self.begin.expand(x.size(0), -1), None
+        for step in range(6):
+            state = self.lower(y[:, step], state)
+            above = self.upper(state, above)
+        assert above is not None
+        return self.head(above[0])  # type: ignore[no-any-return]
 
 
 class OwnCell(nn.Module):
@@ -247,11 +302,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {
     "multihead": (Multihead, TOKENS, 1.0),
     "decoder": (lambda: Decoder(tied=False), TOKENS, 1.0),
     "decoder, tied": (lambda: Decoder(tied=True), TOKENS, 1.0),
+    "normalised queries": (lambda: Decoder(tied=False, rotary=False, normed=True), TOKENS, 0.95),
     "decoder, no rotary": (lambda: Decoder(tied=False, rotary=False, shared=4), TOKENS, 1.0),
     "attention by hand": (lambda: Decoder(tied=False, rotary=False, shared=4, by_hand=True), TOKENS, 1.0),
     "the same, rotary": (lambda: Decoder(tied=False, shared=4, by_hand=True), TOKENS, 1.0),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), TOKENS, 1.0),
     "gru, both ways": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, 1.0),
+    "adapters": (lambda: nn.Sequential(Adapter(6), nn.Tanh(), Adapter(8), nn.GELU(), nn.Linear(8, 3)), VECTOR, 1.0),
+    "states that are given": (Stateful, TOKENS, 1.0),
+    "cells in a loop": (Stepwise, TOKENS, 1.0),
     "a cell of one's own": (OwnCell, TOKENS, 1.0),
     "rnn": (lambda: Recurrent(nn.RNN), TOKENS, 1.0),
     "fixed positions": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -84,8 +85,11 @@ def test_too_little_cover_stops_and_names_parameters_and_operations() -> None:
     with pytest.raises(TraceError) as caught:
         require_coverage(found, minimum=0.9)
     message = str(caught.value)
-    for part in ("first.weight", "Sigmoid", "squash", "min_coverage is 90%", "--min-coverage"):
+    for part in ("first.weight", "Sigmoid", "squash", "min_coverage is 90%", "--min-coverage", "--family full"):
         assert part in message
+    with pytest.raises(TraceError) as caught:
+        require_coverage(dataclasses.replace(found, family="full"), minimum=0.9)
+    assert "--family" not in str(caught.value)
 
 
 @pytest.mark.parametrize("norm", ["batch", "layer", "group"])

@@ -334,6 +334,25 @@ def test_a_tied_head_is_an_isometry() -> None:
     assert bool((table.symmetry.limits[embedding.out] & ISOMETRY).all())
 
 
+def test_a_learned_table_on_a_public_edge_stays_as_it_is() -> None:
+    """A cross layer: what multiplies its input by a vector pins, and the bias that is added then is one-dimensional."""
+
+    def crossed(net: Net, x: Tensor) -> Tensor:
+        y = net.first(x)
+        return net.last(torch.relu(net.inner(y * (y @ net.vector.gain)[:, None] + net.vector.bias)))  # type: ignore[no-any-return]
+
+    def vector() -> nn.Module:
+        made = nn.Module()
+        made.gain, made.bias = (nn.Parameter(torch.randn(8)) for _ in range(2))
+        return made
+
+    layers = {"first": nn.Linear(6, 8), "inner": nn.Linear(8, 7), "last": nn.Linear(7, 3)}
+    table = exact(lambda: Net(crossed, **layers, vector=vector()), VECTOR, "full")
+    hidden = {cover.name: cover.fraction for cover in coverage(table, head_noise=False).parameters}
+    assert hidden["vector.bias"] == 0.0
+    assert hidden["inner.weight"] == 1.0
+
+
 def test_a_constant_that_varies_along_channels_keeps_their_order() -> None:
     steps = torch.arange(1.0, 9.0, dtype=torch.float64)
     table = exact(

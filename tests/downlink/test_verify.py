@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedveil
+from downlink.networks import Net
 from fedveil import models
 from fedveil.downlink import Architecture, Rescaling, Weights, draw
 from fedveil.downlink.architecture import assemble, load_parameters
 from fedveil.downlink.export import verified, verify
+from fedveil.downlink.limits import LIMITED
 from fedveil.downlink.slots import SlotSet
 from fedveil.downlink.symmetry import FAMILIES, STEP_BY_STEP
 from fedveil.errors import TraceError
@@ -125,6 +127,41 @@ def test_units_with_several_places_move_only_where_these_lie_alike(network: type
         veiled = assemble(architecture, weights)
         load_parameters(veiled, veil.broadcast().parameters)
         torch.testing.assert_close(veiled(x), module(x), rtol=1e-9, atol=1e-12)
+
+
+class BehindZeros(nn.Module):
+    """A branch that begins with zeros twice in a row, so that neither outputs nor gradients tell of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.zeros(8))
+        nn.init.zeros_(self.inner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x + self.gain * self.inner(x.cumsum(1)))
+
+
+def test_a_wrong_rule_behind_zeros_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LIMITED, "cumsum", lambda tracing, out, input, *_: LIMITED["tanh"](tracing, out, input))
+    torch.manual_seed(0)
+    x = torch.randn(2, 6)
+    architecture, weights = draw(BehindZeros(), x, traced=True, family="signed")
+    before = weights.clone()
+    with pytest.raises(TraceError, match="differs from the true one"):
+        verify(architecture, weights, x, downlink=Rescaling(family="signed"))
+    assert torch.equal(before.parameters, weights.parameters)
+
+
+def test_a_network_that_is_none_at_other_values_is_checked_at_its_own() -> None:
+    net = Net(lambda net, x: net.last((net.first(x) - 30.0).asin()), first=nn.Linear(6, 8), last=nn.Linear(8, 3))
+    with torch.no_grad():
+        net.first.weight.zero_()
+        net.first.bias.fill_(30.0)  # asin is not defined a little further off
+    x = torch.randn(2, 6)
+    architecture, weights = draw(net, x, traced=True, family="full")
+    verify(architecture, weights, x, downlink=Rescaling(family="full"))
 
 
 def test_the_check_never_takes_the_identity_and_always_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

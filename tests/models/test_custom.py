@@ -214,6 +214,19 @@ class Overwriting(nn.Module):
         return scores
 
 
+class Remembering(nn.Module):
+    """Keeps what it computed from a parameter, as the older weight normalisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.doubled = 2.0 * self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.doubled = 2.0 * self.last.weight
+        return nn.functional.linear(x, self.doubled, self.last.bias)
+
+
 @pytest.mark.parametrize("scheme", ["fedavg", "lossless"])
 @pytest.mark.parametrize(
     ("make", "complaint"),
@@ -222,8 +235,9 @@ class Overwriting(nn.Module):
         (_tuned_after, "'0.weight' of the model has a hook"),
         (lambda: torch.jit.trace(_net(), torch.zeros(2, 4)), "'Sequential' takes cannot be read"),
         (Overwriting, "'Overwriting' cannot be trained: .* fails with RuntimeError"),
+        (Remembering, "'doubled' of the model is computed from its parameters"),
     ],
-    ids=["hook", "post-accumulate hook", "compiled", "in place"],
+    ids=["hook", "post-accumulate hook", "compiled", "in place", "kept"],
 )
 def test_what_training_would_ignore_or_trip_over_is_refused_at_once(
     make: Callable[[], nn.Module], complaint: str, scheme: str

@@ -206,6 +206,7 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
 
 _SAMPLES = 3
 _LARGER, _LARGEST = 7, 512
+_SMALL = 1e-3
 _CONVERSIONS = frozenset({"to", "float", "type", "type_as"})
 _TOLERANCE = 1e-8
 _DEFAULT = Rescaling(spread=4.0)
@@ -260,16 +261,20 @@ def verify(
     `downlink` is the one that will be used; its head noise is left out. The secrets are chosen, so that the same
     network always gets the same answer.
 
-    Runs in float64 on the CPU, in evaluation mode and as clients train, without dropout; and on batches of other sizes,
+    Runs in float64 on the CPU, in evaluation mode and as clients train, without dropout; at values near the weights
+    (`_stirred`), because behind zeros that training begins with nothing would differ; and on batches of other sizes,
     because a network may ask how many samples it is given: 1, 7 and, where its code could ask, those of the run
     (`sizes`, up to 512). Where the true network itself refuses a size, as batch normalisation does a single sample,
     training would stop there as well, and nothing is compared.
     """
     cpu = architecture.to(device=torch.device("cpu"))
     exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
-    true = assemble(cpu, exact)
-    veils = [(veil, _veiled(cpu, exact, veil)) for veil in _chosen_veils(cpu, exact, downlink)]
     x = _probe(example)
+    stirred = _stirred(exact)
+    true = assemble(cpu, stirred)
+    if not bool(_run(true, x, training=False)[0].isfinite().all()):  # it is no network there
+        stirred, true = exact, assemble(cpu, exact)
+    veils = [(veil, _veiled(cpu, stirred, veil)) for veil in _chosen_veils(cpu, stirred, downlink)]
     for training in (False, True):
         expected = _run(true, x, training=training)
         for veil, veiled in veils:
@@ -288,6 +293,23 @@ def verify(
             output, gradient = _run(veiled, x, training=training)
             mode = "training" if training else "evaluation"
             _compare(expected, (output, _recovered(veil, gradient)), mode, f" and for a batch of {size}")
+
+
+def _stirred(weights: Weights) -> Weights:
+    """Values that are nobody's beginning: a tenth off, and what is close to zero away from it; signs stay."""
+    generator = torch.Generator().manual_seed(3)
+
+    def away(values: Tensor, sign: Tensor) -> Tensor:
+        size = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+        small = torch.where(values.abs() < _SMALL, 0.1 * (0.5 + size), 0.0)
+        return values * (0.9 + 0.2 * size) + torch.where(values == 0, sign, values.sign()) * small
+
+    coin = torch.randint(0, 2, weights.parameters.shape, generator=generator) * 2.0 - 1.0
+    return dataclasses.replace(
+        weights,
+        parameters=away(weights.parameters, coin),
+        statistics=away(weights.statistics, torch.ones_like(weights.statistics)),  # variances are among them
+    )
 
 
 def _chosen_veils(architecture: Architecture, weights: Weights, downlink: Rescaling | Decomposed) -> list[ScaledVeil]:

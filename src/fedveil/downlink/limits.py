@@ -7,8 +7,7 @@ is in neither pins, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,16 @@ from torch.utils import _pytree as pytree
 from fedveil.downlink.rules import (
     RULES,
     NoRuleError,
+    RecurrentCell,
     Rule,
     aligned,
     as_edge,
     convolution,
     fresh_out,
     normalised,
+    one_step,
     over_space,
+    recurrent,
     registering,
     weighted,
 )
@@ -249,7 +251,7 @@ def gain(tracing: Tracing, ref: ParameterRef, ids: Tensor) -> Tensor:
     read = _operand(tracing, ref, ids)
     lead = ids.dim() - read.dim()
     slots.limit(read, SPARSE)
-    made = slots.beside(read)
+    made = slots.beside(read, SPARSE)
     tracing.use(ref, view=tuple(ref.value.shape), out=made, into=read)
     return made.reshape((1,) * lead + tuple(made.shape))
 
@@ -367,6 +369,10 @@ def _multiplied(tracing: Tracing, out: Tensor, input: object, weight: object, bi
     edge, matrix = as_edge(input), weighted(weight)
     if matrix.value.dim() != 2:
         raise NoRuleError("its weight is not a matrix")
+    if matrix.transposed:
+        return RULES["linear"](  # type: ignore[no-any-return]
+            tracing, out, input, ParameterRef(matrix.name, matrix.value.mT), bias
+        )
     features, outputs = matrix.value.shape
     made = fresh_out(tracing, matrix, outputs)
     tracing.use(matrix, view=(features, outputs), out=made[None, :], into=along(tracing, edge, -1)[:, None])
@@ -457,46 +463,14 @@ def project(tracing: Tracing, read: Tensor, weight: ParameterRef, bias: Paramete
 
 GATES: dict[type[nn.Module], str] = {nn.LSTM: "iftg", nn.GRU: "rzt", nn.RNN: "t"}
 """The gates as torch stacks them; t: behind a tanh."""
+CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
+"""One step of each, as a layer of its own."""
 
 
-@dataclass(frozen=True)
-class RecurrentCell:
-    """The parameters of one layer of a recurrent network in one direction."""
-
-    input: ParameterRef
-    hidden: ParameterRef
-    biases: tuple[ParameterRef, ...]
-
-
-def recurrent(
-    tracing: Tracing, input: object, layers: Sequence[Sequence[RecurrentCell]], *, gates: str, homogeneous: bool
-) -> tuple[Tensor, Tensor]:
-    """The ids of the outputs' last axis and of the last states (layers, units).
-
-    All gates of a unit move together. States and the gate behind a tanh may also change sign: tanh is odd.
-    """
-    slots = _slots(tracing)
-    read, states = along(tracing, as_edge(input), -1), []
-    for directions in layers:
-        ends = []
-        for cell in directions:
-            size = cell.hidden.value.shape[1]
-            known = tracing.uses.get(cell.hidden.name)
-            unit = slots.fresh(size) if known is None or known.into is None else known.into.reshape(-1)
-            slots.limit(unit, POSITIVE if homogeneous else SIGNED)
-            slots.seen(unit)
-            gate = slots.beside(unit, UNIT)
-            stacked = torch.stack([unit if one == "t" else gate for one in gates])
-            for weight, into in ((cell.hidden, unit), (cell.input, read)):
-                view = (len(gates), size, len(into))
-                tracing.use(weight, view=view, out=stacked[:, :, None], into=into[None, None, :])
-            for bias in cell.biases:
-                tracing.use(bias, view=(len(gates), size), out=stacked)
-            ends.append(unit)
-        states += ends
-        read = torch.cat(ends)
-        slots.seen(read)
-    return read, torch.stack(states)
+def _exported_step(tracing: Tracing, out: Any, *operands: Any, gates: str) -> Any:
+    """As torch.export has it: (input, first states, weights, biases)."""
+    unit = one_step(tracing, *operands, gates=gates, homogeneous=tracing.operation == "rnn_relu_cell")
+    return pytree.tree_map_only(Tensor, lambda _: unit, out)
 
 
 def _exported_recurrent(
@@ -511,9 +485,6 @@ def _exported_recurrent(
     gates: str,
 ) -> tuple[Tensor, ...]:
     """As torch.export has it: (input, first states, all parameters in a row, …)."""
-    given = [as_edge(state) for state in (first if isinstance(first, (tuple, list)) else (first,))]
-    if any(bool(state.value.any()) for state in given):
-        raise NoRuleError("it is given its first state")
     parts = [weighted(weight) for weight in weights]
     each = 4 if biases else 2
     if any(ref.value.dim() != 2 for ref in (*parts[::each], *parts[1::each])):
@@ -524,7 +495,8 @@ def _exported_recurrent(
     ways = len(cells) // layers
     stacked = [cells[at : at + ways] for at in range(0, len(cells), ways)]
     homogeneous = tracing.operation == "rnn_relu"
-    read, states = recurrent(tracing, input, stacked, gates=gates, homogeneous=homogeneous)
+    given = first if isinstance(first, (tuple, list)) else (first,)
+    read, states = recurrent(tracing, input, stacked, gates=gates, homogeneous=homogeneous, first=given)
     return place(read, -1, out[0].dim()), *(_states(states, part.dim()) for part in out[1:])
 
 
@@ -534,6 +506,7 @@ def _states(states: Tensor, rank: int) -> Tensor:
 
 for _name, _layer in (("lstm", nn.LSTM), ("gru", nn.GRU), ("rnn_tanh", nn.RNN), ("rnn_relu", nn.RNN)):
     LIMITED[_name] = partial(_exported_recurrent, gates=GATES[_layer])
+    LIMITED[f"{_name}_cell"] = partial(_exported_step, gates=GATES[_layer])
 
 
 # -- layers that torch has as wholes ---------------------------------------------------------------------------
@@ -580,18 +553,30 @@ def layer_ids(
             edge = _encoder_layer(tracing, part, edge, ref)
         return edge.ids if module.norm is None else _norm(tracing, module.norm, edge, ref)
     if isinstance(module, nn.RNNBase) and kind in GATES:
-        if len(args) > 1 or kwargs or module.proj_size:
-            raise NoRuleError("it is given its first state, or projects its states")
+        if module.proj_size:
+            raise NoRuleError("its states are projected")
+        first = kwargs.get("hx", args[1] if len(args) > 1 else None)
         read, states = recurrent(
             tracing,
-            args[0],
+            args[0] if args else kwargs.get("input"),
             _cells(module, ref),
             gates=GATES[kind],
             homogeneous=isinstance(module, nn.RNN) and module.nonlinearity == "relu",
+            first=() if first is None else first if isinstance(first, (tuple, list)) else (first,),
         )
         rank = out[0].dim()
         last = _states(states, rank)
         return place(read, -1, rank), (last, last) if isinstance(module, nn.LSTM) else last
+    if kind in CELLS:
+        unit = one_step(
+            tracing,
+            args[0],
+            kwargs.get("hx", args[1] if len(args) > 1 else None),
+            *(ref(module, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")),
+            gates=GATES[CELLS[kind]],
+            homogeneous=getattr(module, "nonlinearity", "") == "relu",
+        )
+        return pytree.tree_map_only(Tensor, lambda _: unit, out)
     return None
 
 

@@ -7,7 +7,8 @@ a module, a function, a tensor method and an ATen operator, so that one rule ser
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from fedveil.downlink.scales import (
     place,
 )
 from fedveil.downlink.slots import SlotSet, broadcast
-from fedveil.downlink.symmetry import ISOMETRY, SPARSE, UNIT
+from fedveil.downlink.symmetry import ISOMETRY, POSITIVE, SPARSE, UNIT
 
 # A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
 # the ids of that value. It raises NoRuleError where the arguments leave its ground.
@@ -411,7 +412,7 @@ def normalised(
     if isinstance(weight, ParameterRef):
         shape = tuple(weight.value.shape)
         if bool(tracing.classes.find(read).any()):
-            made = slots.beside(read)
+            made = slots.beside(read, SPARSE)
             tracing.use(weight, view=shape, out=made, into=read)
         else:  # on a public edge only the affine part's own numbers are left
             made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
@@ -425,6 +426,92 @@ def normalised(
     if kind in ("layer", "rms"):
         return made.reshape((1,) * (rank - made.dim()) + tuple(made.shape))
     return place(made.reshape(-1), 1, rank)
+
+
+# -- recurrent cells --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecurrentCell:
+    """The parameters of one layer of a recurrent network in one direction."""
+
+    input: ParameterRef
+    hidden: ParameterRef
+    biases: tuple[ParameterRef, ...]
+
+
+def recurrent(
+    tracing: Tracing,
+    input: object,
+    layers: Sequence[Sequence[RecurrentCell]],
+    *,
+    gates: str,
+    homogeneous: bool,
+    first: Sequence[object] = (),
+) -> tuple[Tensor, Tensor]:
+    """The ids of the outputs' last axis and of the last states (layers, units).
+
+    All gates of a unit move together. States and the gate behind a tanh may also change sign: tanh is odd. States that
+    it is given at first (`first`) have the secrets of its own.
+    """
+    slots = tracing.slots
+    assert slots is not None
+    read = along(tracing, as_edge(input), -1)
+    states: list[Tensor] = []
+    given = [_by_layer(tracing, as_edge(state)) for state in first]
+    for directions in layers:
+        ends: list[Tensor] = []
+        for cell in directions:
+            size = cell.hidden.value.shape[1]
+            known = tracing.uses.get(cell.hidden.name)
+            unit = slots.fresh(size) if known is None or known.into is None else known.into.reshape(-1)
+            slots.limit(unit, POSITIVE if homogeneous else SPARSE | ISOMETRY)
+            slots.seen(unit)
+            for rows in given:
+                slots.unite(rows[len(states) + len(ends)], unit)
+            gate = slots.beside(unit, UNIT)
+            stacked = torch.stack([unit if one == "t" else gate for one in gates])
+            for weight, into in ((cell.hidden, unit), (cell.input, read)):
+                view = (len(gates), size, len(into))
+                tracing.use(weight, view=view, out=stacked[:, :, None], into=into[None, None, :])
+            for bias in cell.biases:
+                tracing.use(bias, view=(len(gates), size), out=stacked)
+            ends.append(unit)
+        states += ends
+        read = torch.cat(ends)
+        slots.seen(read)
+    return read, torch.stack(states)
+
+
+def _by_layer(tracing: Tracing, state: Edge) -> Tensor:
+    """The ids (layers, units) of states, which have the batch between them."""
+    rank = state.value.dim()
+    ids = level(tracing, state.ids, range(1, rank - 1))
+    return ids.reshape(ids.shape[0], ids.shape[-1]).expand(state.value.shape[0], state.value.shape[-1])
+
+
+def one_step(
+    tracing: Tracing,
+    input: object,
+    first: object,
+    weight_ih: object,
+    weight_hh: object,
+    bias_ih: object = None,
+    bias_hh: object = None,
+    *,
+    gates: str,
+    homogeneous: bool = False,
+) -> Tensor:
+    """The ids of a recurrent cell's states, which are alike, after one step."""
+    biases = tuple(weighted(bias) for bias in (bias_ih, bias_hh) if bias is not None)
+    cell = RecurrentCell(weighted(weight_ih), weighted(weight_hh), biases)
+    given = () if first is None else first if isinstance(first, (tuple, list)) else (first,)
+    before = [Edge(state.value[None], state.ids[None]) for state in map(as_edge, given)]
+    unit, _ = recurrent(tracing, input, [[cell]], gates=gates, homogeneous=homogeneous, first=before)
+    return place(unit, -1, as_edge(input).value.dim())
+
+
+# -- rearrangements ---------------------------------------------------------------------------------------
 
 
 def _spread(edge: Edge) -> Tensor:

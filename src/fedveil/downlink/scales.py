@@ -27,10 +27,14 @@ from fedveil.tensors import flatten
 
 @dataclass(frozen=True)
 class ParameterRef:
-    """A parameter that enters an operation directly, under its canonical name."""
+    """A parameter that enters an operation directly, under its canonical name.
+
+    `transposed`: it is a matrix, and its value is the other way round.
+    """
 
     name: str
     value: Tensor
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -673,8 +677,10 @@ def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     told = [f"{operation} at {where} ({why})" for operation, where, why in pinned(coverage.pins)]
     pins = "; ".join(told[:6]) or "nothing but the ends"
     names = ", ".join(parameter.name for parameter in coverage.visible[:6])
+    instead = "Replace them by operations that treat all channels alike"
+    if coverage.family == "scale":
+        instead = f"Replace them by ReLU-like operations, hide more than scales ({spelled('family', 'full')})"
     raise TraceError(
         f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
-        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, "
-        f"hide more than scales ({spelled('family', 'full')}) or lower {spelled('min_coverage')}."
+        f"Visible: {names}. Operations that pin: {pins}. {instead} or lower {spelled('min_coverage')}."
     )

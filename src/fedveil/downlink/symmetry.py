@@ -552,7 +552,7 @@ class Transport:
         pieces = iter(torch.split(self._sources.of(basis), self._sources.sizes))
         parts = [torch.empty(0, dtype=torch.int64, device=basis.source.device)]
         for view, shapes, rest in self._parts:
-            if len(shapes) == len(view) == 1:
+            if shapes == [view]:
                 parts.append(next(pieces))
                 continue
             total = rest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.limits import ACTIVATIONS, DROPOUTS, ELEMENTWISE, LIMITED
-from fedveil.downlink.rules import RULES, SAME_NAME, as_edge, fresh_out, weighted
+from fedveil.downlink.rules import RULES, SAME_NAME, NoRuleError, as_edge, fresh_out, weighted
 from fedveil.downlink.scales import Edge, Tracing, place
 from fedveil.downlink.symmetry import PINNED, UNIT
 
@@ -53,6 +53,8 @@ def crossed(tracing: Tracing, ids: Tensor | None, name: str | None, made: object
 def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: object = None) -> Tensor:
     """Along channels as ever; along tokens for every channel alike."""
     edge, matrix, slots = as_edge(input), weighted(weight), tracing.slots
+    if matrix.transposed:
+        raise NoRuleError("its weight is transposed")
     assert slots is not None
     ids, rank = edge.ids, edge.value.dim()
     tokens = ids.shape[-1] == 1 < edge.value.shape[-1] and ids.numel() > 1 and bool(slots.find(ids).any())

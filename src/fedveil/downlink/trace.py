@@ -50,7 +50,6 @@ from fedveil.downlink.scales import (
     Scaled,
     ScaleTable,
     Tracing,
-    place,
 )
 from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
 from fedveil.downlink.symmetry import PINNED
@@ -65,6 +64,7 @@ _SHAPE_ONLY = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
 )
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_MULTIPLIES = frozenset("matmul mm addmm linear".split())
 _UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
 _DIMS = (1, 2, 3)
@@ -132,10 +132,14 @@ class Walker:
             return pytree.tree_map_only(Tensor, self.tracing.constant, out)
         if name == "getitem" and isinstance(args[0], (tuple, list)):
             return args[0][args[1]]
+        if self.tracing.slots is not None and not kwargs and _turns_round(name, *args):
+            return ParameterRef(args[0].name, out, transposed=not args[0].transposed)
 
         def ids() -> Any:
             if name is None:
                 raise NoRuleError("there is no rule for it")
+            if name not in _MULTIPLIES and any(parameter.transposed for parameter in parameters):
+                raise NoRuleError("it reads a transposed parameter")
             made = self._function_ids(name, target, args, kwargs, out, method=method)
             if in_place(target) and not self._same(made, args[0]):
                 raise NoRuleError("it changes an activation's scale in place")
@@ -146,10 +150,12 @@ class Walker:
         return made
 
     def _zeros(self, value: Tensor) -> Edge:
-        """A first state, say: zeros fit any secret."""
+        """Zeros fit any secret: a first state, say; those of several layers (layers, batch, units) different ones."""
         if not value.is_floating_point() or value.dim() == 0:
             return self.tracing.constant(value)
-        ids = place(self.tracing.classes.fresh(value.shape[-1]), -1, value.dim())
+        rows = value.shape[0] if value.dim() == 3 else 1
+        ids = self.tracing.classes.fresh(rows * value.shape[-1])
+        ids = ids.reshape(rows, *(1,) * (value.dim() - 2), -1) if value.dim() > 1 else ids
         assert self.tracing.slots is not None
         self.tracing.slots.seen(ids)
         return Edge(value, ids)
@@ -323,6 +329,18 @@ class Walker:
             raise NoRuleError("there is no rule for it")
         self.tracing.pin([first], name, "a functional normalisation has a fixed ε")
         return affine(self.tracing, out, weight, bias, kind=kind)
+
+
+def _turns_round(name: str | None, given: object = None, *how: Any) -> bool:
+    """Whether an operation gives a matrix of parameters the other way round, and nothing else."""
+    if not isinstance(given, ParameterRef) or given.value.dim() != 2:
+        return False
+    if name == "getattr":
+        return how[0] in ("T", "mT")
+    dims = [dim % 2 for dim in pytree.tree_leaves(how) if isinstance(dim, int)]
+    if name == "permute":
+        return dims == [1, 0]
+    return name in ("t", "numpy_T") or (name in ("transpose", "swapaxes", "swapdims") and sorted(dims) == [0, 1])
 
 
 # Where F.* and ATen put the affine weight; the bias follows it.

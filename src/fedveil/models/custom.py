@@ -152,9 +152,20 @@ def named(model: nn.Module) -> str:
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks on a model's parameters: gradients are taken without them, so they would silently do nothing.
 
+    What a layer computed from its parameters and keeps (the older `weight_norm` does) is refused as well: roles work on
+    copies of the model, and torch copies no such tensor.
+
     Raises:
         ConfigError: A parameter has one, of `register_hook` or of `register_post_accumulate_grad_hook`.
     """
+    for path, layer in model.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise ConfigError(
+                    f"{f'{path}.{name}'.lstrip('.')!r} of the model is computed from its parameters and kept, so that "
+                    "the model cannot be copied. Compute it in forward; in place of torch.nn.utils.weight_norm take "
+                    "torch.nn.utils.parametrizations.weight_norm."
+                )
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
