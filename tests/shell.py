@@ -28,15 +28,15 @@ class Done:
     error: str
 
 
-def fedveil(*arguments: str | int | float | Path) -> Done:
+def fedveil(*arguments: str | int | float | Path, columns: int = 200) -> Done:
     """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal."""
     from fedveil.cli import main, tables
 
     # A console keeps the width it was made with, whoever made it first.
     with (
-        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
-        mock.patch.object(tables.console, "_width", 200),
-        mock.patch.object(tables.complaints, "_width", 200),
+        mock.patch.dict("os.environ", {"COLUMNS": str(columns), "TERM": "dumb"}),
+        mock.patch.object(tables.console, "_width", columns),
+        mock.patch.object(tables.complaints, "_width", columns),
         mock.patch.object(typer.main, "get_command", _made_once),
     ):
         return _heard(main, ["fedveil", *map(str, arguments)])
