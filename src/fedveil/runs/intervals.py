@@ -222,7 +222,7 @@ def resamples(units: int) -> Iterator[Array]:
 
 @functools.lru_cache(maxsize=1)
 def _few_resamples(units: int, count: int) -> Array:
-    """All of them. Whoever judges once mostly judges again, on as many samples: they are kept, and not to be changed."""
+    """All of them, for nobody to change: whoever judges once mostly judges again, on as many samples."""
     drawn = _drawn(np.random.default_rng(_SEED), units, count)
     drawn.flags.writeable = False
     return drawn
