@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Until everything is collected (`pytest_collection_finish`): nothing of it is garbage.
+gc.disable()
 
 LONG = ("test_real_runs.py", "test_readme.py", "test_how_to.py", "test_distinguishing.py")
 
@@ -22,6 +25,12 @@ LONG = ("test_real_runs.py", "test_readme.py", "test_how_to.py", "test_distingui
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long go first, so that no process is left with one when the others are done."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: the garbage collector need not look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

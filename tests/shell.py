@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
 from collections.abc import Callable
@@ -10,6 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+import typer.main
+
+# One process runs hundreds of commands, of one and the same application: a quarter of what a short one costs is to make
+# its parser.
+_made_once = functools.cache(typer.main.get_command)
 
 
 @dataclass(frozen=True)
@@ -21,15 +28,16 @@ class Done:
     error: str
 
 
-def fedveil(*arguments: str | int | float | Path) -> Done:
+def fedveil(*arguments: str | int | float | Path, columns: int = 200) -> Done:
     """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal."""
     from fedveil.cli import main, tables
 
     # A console keeps the width it was made with, whoever made it first.
     with (
-        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
-        mock.patch.object(tables.console, "_width", 200),
-        mock.patch.object(tables.complaints, "_width", 200),
+        mock.patch.dict("os.environ", {"COLUMNS": str(columns), "TERM": "dumb"}),
+        mock.patch.object(tables.console, "_width", columns),
+        mock.patch.object(tables.complaints, "_width", columns),
+        mock.patch.object(typer.main, "get_command", _made_once),
     ):
         return _heard(main, ["fedveil", *map(str, arguments)])
 

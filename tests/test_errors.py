@@ -14,7 +14,7 @@ from torch import nn
 
 import fedveil
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError, settings_as_arguments, spelled
+from fedveil.errors import ConfigError, settings_as_arguments, spelled, unknown_name, unknown_option
 
 ROOT = Path(fedveil.__file__).parent
 # Commands and what only they call; help, which commands show; and what is said at import or to other machines.
@@ -75,3 +75,10 @@ def test_no_text_below_the_commands_has_a_flag_of_a_setting() -> None:
         for line, text in texts(ast.parse(file.read_text())):
             bare += [f"{place}:{line}: --{name}" for name in flags.findall(text) if name in names]
     assert not bare
+
+
+def test_a_name_without_end_is_cut_before_it_is_compared_and_shown() -> None:
+    endless = "momentun" + "[" * 100_000
+    for error in (unknown_name("setting", endless, ["momentum", "lr"]), unknown_option("Model 'mlp'", endless, ["lr"])):
+        assert "momentun[[[" in str(error)
+        assert len(str(error)) < 500

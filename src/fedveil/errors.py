@@ -188,6 +188,7 @@ def spelled(name: str, value: object = None, *, argument: str = "") -> str:
 
 _MOST_LISTED = 20
 _NEAREST = 3
+_LONGEST = 300  # of a name: one of 100,000 characters, out of a file that was handed over, takes seconds to compare
 
 
 def unknown_name(
@@ -197,7 +198,7 @@ def unknown_name(
 
     `words` says of names what they mean, for those who know the thing and not its name: learning_rate is near to lr.
     """
-    known = sorted(choices)
+    known, name = sorted(choices), _shortened(name)
 
     def likeness(choice: str) -> float:
         said = (words or {}).get(choice, "").lower()[: 2 * len(name)]
@@ -210,13 +211,17 @@ def unknown_name(
     return ConfigError(f"Unknown {kind} {name!r}.{guess} {listed}.{f' {hint}' if hint else ''}")
 
 
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
+
+
 def _alike(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError:
     """A ConfigError that names the options the owner (Model 'mlp') takes and the nearest of them."""
-    takes = list(known)
+    takes, option = list(known), _shortened(option)
     near = difflib.get_close_matches(option, takes, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options of its own."

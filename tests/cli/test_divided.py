@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -136,14 +134,12 @@ def test_every_option_that_matters_to_a_claim_can_be_asked_about() -> None:
 
 
 def test_a_ledger_fits_a_terminal_of_80_columns() -> None:
-    command = [sys.executable, "-m", "fedveil", "ledger", "--scheme", "paraaegis", *map(str, PAPER)]
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "PYTHONUTF8": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    lines = done.stdout.splitlines()
+    done = fedveil("ledger", "--scheme", "paraaegis", *PAPER, columns=80)
+    lines = done.output.splitlines()
     boxes = [line for line in lines if line and line[0] in "┏┃┡│├└"]
     assert len(boxes) > 20
     assert max(map(len, boxes)) <= 80
-    assert done.stderr == ""
+    assert (done.code, done.error) == (0, "")
 
 
 def test_schemes_says_what_each_protects_from_whom() -> None:

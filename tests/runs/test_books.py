@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +22,13 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import noise_plan
 
 
+def _job() -> Job:
+    return job(scheme="nadp", rounds=3, loss=None)
+
+
 @pytest.fixture
 def run() -> Job:
-    return job(scheme="nadp", rounds=3, loss=None)
+    return _job()
 
 
 def spent(one: Job, journal: Path) -> float:
@@ -117,15 +122,23 @@ def _killed(run: Job, folder: RunFolder, *, attempt: int) -> None:
         train_job(run, state=state, journal=folder.privacy_journal, on_round=end)
 
 
-@pytest.fixture
-def attempts(run: Job, tmp_path: Path) -> tuple[RunFolder, list[str]]:
-    """A run killed three times; the journal as each attempt left it."""
-    folder, journals = RunFolder(tmp_path / "run", engine="flower"), []
+@pytest.fixture(scope="module")
+def killed_thrice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a run that was killed three times; the journal as each attempt left it."""
+    run, journals = _job(), []
+    folder = RunFolder(tmp_path_factory.mktemp("killed") / "run", engine="flower")
     folder.start(run.config)
     for attempt in range(3):
         _killed(run, folder, attempt=folder.resume(run.config) if attempt else 0)
         journals.append(folder.privacy_journal.read_text())
-    return folder, journals
+    return folder.path, journals
+
+
+@pytest.fixture
+def attempts(killed_thrice: tuple[Path, list[str]], tmp_path: Path) -> tuple[RunFolder, list[str]]:
+    """A copy of it."""
+    path, journals = killed_thrice
+    return RunFolder(Path(shutil.copytree(path, tmp_path / "run")), engine="flower"), journals
 
 
 @pytest.mark.parametrize("back", [0, 1, None], ids=["first", "second", "lost"])

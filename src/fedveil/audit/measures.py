@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from fedveil.audit.findings import KNOWN_FIRST, RECOGNISABLE, Found, Score, Truth, enough_above
@@ -198,6 +197,8 @@ def blind_labels(shares: Tensor, *, batch: int) -> float:
 
 def _chances(shares: Tensor, batch: int) -> npt.NDArray[np.float64]:
     """P(N_c > j), j × classes: what a further guess at each class is worth."""
+    from scipy.stats import binom  # slow to import, and few attacks need it
+
     worth: npt.NDArray[np.float64] = binom.sf(np.arange(batch)[:, None], batch, shares.double().numpy()[None])
     return worth
 
@@ -207,6 +208,8 @@ def _blindly_matched(shares: Tensor, *, batch: int) -> npt.NDArray[np.float64]:
 
     One class after the other takes its binomial part of the labels that are left; state: labels left × found.
     """
+    from scipy.stats import binom
+
     taken = np.argsort(_chances(shares, batch), axis=None, kind="stable")[-batch:] % len(shares)
     guess = np.bincount(taken, minlength=len(shares))
     state = np.zeros((batch + 1, batch + 1))

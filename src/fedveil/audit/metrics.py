@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
-from scipy.stats import beta
 from torch import Tensor, nn
 
 from fedveil.downlink import Architecture
@@ -23,6 +22,8 @@ def exact_interval(count: int, total: int, *, confidence: float) -> tuple[float,
 
     With α = 1 − confidence: low = B(α/2; k, n−k+1) and high = B(1−α/2; k+1, n−k), B the Beta quantile.
     """
+    from scipy.stats import beta  # slow to import, and few attacks need it
+
     tail = (1 - confidence) / 2
     low = float(beta.ppf(tail, count, total - count + 1)) if count else 0.0
     high = float(beta.ppf(1 - tail, count + 1, total - count)) if count < total else 1.0

@@ -64,7 +64,7 @@ class Guesses:
 
 def tail_bound(game: Guesses, *, epsilon: float, delta: float) -> float:
     """How likely so many right guesses are at the most, where each coin has (ε, δ): Theorem 5.2."""
-    from scipy.stats import binom  # slow to import, and large: no server or client plays this game
+    from scipy.stats import binom  # slow to import, and a run that trains has no use for it
 
     counts = np.arange(game.correct + 1)
     tails = binom.sf(counts - 1, game.guessed, 1.0 / (1.0 + math.exp(-epsilon)))

@@ -8,6 +8,7 @@ for copies of each other). Below one degree of freedom nothing is known of how g
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,11 +212,25 @@ def resamples(units: int) -> Iterator[Array]:
     """How often each unit is drawn, a row a resample, some rows at a time; always the same draws."""
     count = min(RESAMPLES, max(FEWEST_RESAMPLES, _MOST_DRAWS // units))
     step = max(1, _AT_ONCE // units)
+    if count <= step:
+        yield _few_resamples(units, count)
+        return
     generator = np.random.default_rng(_SEED)
     for first in range(0, count, step):
-        rows = min(step, count - first)
-        drawn = generator.integers(units, size=(rows, units)) + units * np.arange(rows)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
+        yield _drawn(generator, units, min(step, count - first))
+
+
+@functools.lru_cache(maxsize=1)
+def _few_resamples(units: int, count: int) -> Array:
+    """All of them, for nobody to change: whoever judges once mostly judges again, on as many samples."""
+    drawn = _drawn(np.random.default_rng(_SEED), units, count)
+    drawn.flags.writeable = False
+    return drawn
+
+
+def _drawn(generator: np.random.Generator, units: int, rows: int) -> Array:
+    places = generator.integers(units, size=(rows, units)) + units * np.arange(rows)[:, None]
+    return np.bincount(places.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
 
 
 def percentiles(value: float, drawn: Array) -> Measured:
