@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,20 @@ from typing import Any
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
 from fedveil.plain import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARES,
+    Check,
     ModelOption,
     augmenting,
     checked_setting,
     declare,
     list_of,
     numbers_of,
-    shares_of,
     toml_of,
     typed_list,
+    up_to,
 )
 
 OBJECT = "python:"
@@ -37,24 +42,9 @@ _HIDDEN, _LIMITS, _MACHINE, _AUDIT, _BAD = "Hidden share", "Clients' own limits"
 PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _MACHINE, _AUDIT)
 """In which order settings stand in the help; within a panel, as they are declared."""
 
-Check = tuple[Callable[[Any], bool], str]
-_POSITIVE: Check = (lambda value: value > 0, "must be positive")
-_NOT_NEGATIVE: Check = (lambda value: value >= 0, "must not be negative")
-_BELOW_ONE: Check = (lambda value: 0 <= value < 1, "must lie in [0, 1)")
+_STEPS = up_to(10**7)
 
 
-def _up_to(most: int, *, least: int = 1) -> Check:
-    words = "must be positive" if least else "must not be negative"
-    return (lambda value: least <= value <= most, f"{words}, and at most {most:,}")
-
-
-_STEPS = _up_to(10**7)
-
-
-_SHARES: Check = (
-    lambda value: bool(shares_of(value)),
-    "must be shares of the rounds in ascending order, like 0.5,0.75",
-)
 _AUGMENTED: Check = (
     lambda value: value.startswith(OBJECT) or bool(augmenting(value)),
     "must be a list of crop, flip and cutout, each once, with sizes of 1 or more if you like: crop:4,flip,cutout:8",
@@ -98,9 +88,9 @@ class RunConfig:
         "Number of clients; 0: one per site or group.",
         10,
         shown="10; sites: one each",
-        check=_up_to(1 << 20, least=0),
+        check=up_to(1 << 20, least=0),
     )
-    rounds: int = declare(_TRAIN, "Number of rounds.", 50, check=_up_to(10**7), shapes_run=False)
+    rounds: int = declare(_TRAIN, "Number of rounds.", 50, check=up_to(10**7), shapes_run=False)
     seed: int | None = declare(
         _MACHINE,
         "Reproducible run; its secrets are simulated.",
@@ -125,12 +115,12 @@ class RunConfig:
         _DATA,
         "Picture folders: resize to this many pixels a side; predictions then do the same.",
         shown="all have one size",
-        check=_POSITIVE,
+        check=POSITIVE,
         before=None,
     )
     test_fraction: float = declare(_DATA, "Share held out where there is no test part.", 0.2)
     validation_fraction: float = declare(
-        _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=_BELOW_ONE, before=0.0
+        _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=BELOW_ONE, before=0.0
     )
     client_test_fraction: float | None = declare(
         _DATA,
@@ -154,7 +144,7 @@ class RunConfig:
     ratio: float = declare(_DATA, "size: largest client over smallest.", 2.0)
 
     cohort: float | int | None = declare(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
-    batch_size: int = declare(_TRAIN, "Samples per step; 0 takes all.", 0, check=_NOT_NEGATIVE)
+    batch_size: int = declare(_TRAIN, "Samples per step; 0 takes all.", 0, check=NOT_NEGATIVE)
     lr: float | str | None = declare(
         _TRAIN,
         "Learning rate; auto: found by short trials (not where privacy is accounted for).",
@@ -164,7 +154,7 @@ class RunConfig:
             "must be a positive number, or auto",
         ),
     )
-    lr_decay: float = declare(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
+    lr_decay: float = declare(_TRAIN, "Factor on the rate per round.", 1.0, check=POSITIVE)
     lr_schedule: str = declare(
         _TRAIN,
         "constant; cosine, to 0 at the end; step, by --lr-drop after each of --lr-steps; polynomial, to 0 with "
@@ -176,16 +166,16 @@ class RunConfig:
         _TRAIN,
         "Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.",
         shown="none",
-        check=_BELOW_ONE,
+        check=BELOW_ONE,
         before=None,
     )
     lr_steps: str | None = declare(
-        _TRAIN, "step: after which shares of the rounds.", shown="0.5,0.75", check=_SHARES, before=None
+        _TRAIN, "step: after which shares of the rounds.", shown="0.5,0.75", check=SHARES, before=None
     )
-    lr_drop: float | None = declare(_TRAIN, "step: the factor each time.", shown="0.1", check=_POSITIVE, before=None)
-    lr_power: float | None = declare(_TRAIN, "polynomial: the power.", shown="1", check=_POSITIVE, before=None)
-    momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=_BELOW_ONE)
-    weight_decay: float = declare(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
+    lr_drop: float | None = declare(_TRAIN, "step: the factor each time.", shown="0.1", check=POSITIVE, before=None)
+    lr_power: float | None = declare(_TRAIN, "polynomial: the power.", shown="1", check=POSITIVE, before=None)
+    momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=BELOW_ONE)
+    weight_decay: float = declare(_TRAIN, "Server weight decay.", 0.0, check=NOT_NEGATIVE)
     optimiser: str | None = declare(
         _TRAIN,
         "The server's: sgd, adam, adagrad or yogi, on the recovered gradient or the mean update (then with "
@@ -195,11 +185,11 @@ class RunConfig:
         before=None,
     )
     beta1: float | None = declare(
-        _TRAIN, "adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=_BELOW_ONE, before=None
+        _TRAIN, "adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=BELOW_ONE, before=None
     )
-    beta2: float | None = declare(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=_BELOW_ONE, before=None)
+    beta2: float | None = declare(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=BELOW_ONE, before=None)
     tau: float | None = declare(
-        _TRAIN, "adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=_POSITIVE, before=None
+        _TRAIN, "adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=POSITIVE, before=None
     )
     augment: str | None = declare(
         _TRAIN,
@@ -224,7 +214,7 @@ class RunConfig:
         before=None,
     )
     label_smoothing: float = declare(
-        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, before=0.0
+        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=BELOW_ONE, before=0.0
     )
     weights: str | None = declare(
         _TRAIN,
@@ -235,7 +225,7 @@ class RunConfig:
     early_stopping: int | None = declare(
         _TRAIN,
         "Stop after so many evaluations without a better --monitor.",
-        check=_POSITIVE,
+        check=POSITIVE,
         shapes_run=False,
         before=None,
     )
@@ -272,14 +262,14 @@ class RunConfig:
         _TRAIN,
         "Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.",
         shown="--lr, and the server takes updates whole",
-        check=_POSITIVE,
+        check=POSITIVE,
         before=None,
     )
     client_momentum: float | None = _option(
-        _TRAIN, "Local training: momentum, from 0 in every round.", shown="0", check=_BELOW_ONE, before=None
+        _TRAIN, "Local training: momentum, from 0 in every round.", shown="0", check=BELOW_ONE, before=None
     )
     client_weight_decay: float | None = _option(
-        _TRAIN, "Local training: weight decay.", shown="0", check=_NOT_NEGATIVE, before=None
+        _TRAIN, "Local training: weight decay.", shown="0", check=NOT_NEGATIVE, before=None
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
     stream_rotations: bool | None = _option(
@@ -290,7 +280,7 @@ class RunConfig:
         before=None,
     )
     head_groups: int | None = _option(
-        _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
+        _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=up_to(1 << 20)
     )
     head_partition: str | None = _option(
         _VEIL,
@@ -438,7 +428,7 @@ class RunConfig:
         "Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks "
         "rounds whose mean is longer.",
         shown="none; clipped ones are held to --clip",
-        check=_POSITIVE,
+        check=POSITIVE,
         before=None,
     )
     on_bad_round: str | None = declare(
@@ -453,7 +443,7 @@ class RunConfig:
         _BAD,
         "Stop after so many bad rounds without a good one between them.",
         shown="3",
-        check=_up_to(10**7),
+        check=up_to(10**7),
         shapes_run=False,
         before=None,
     )
@@ -469,7 +459,7 @@ class RunConfig:
         "fedavg, lossless, pbpfl, secagg, veil-secagg: so many groups, four or more, of at least five clients and a "
         "sum each; their means are averaged without the extremes, so that a bad upload moves nothing.",
         shown="one sum",
-        check=_up_to(1 << 20, least=0),
+        check=up_to(1 << 20, least=0),
         before=None,
     )
     policy: str | None = declare(
@@ -489,7 +479,7 @@ class RunConfig:
         _MACHINE,
         "Chance that a client vanishes before it uploads; with a vote, also before that.",
         0.0,
-        check=_BELOW_ONE,
+        check=BELOW_ONE,
     )
     bn_eps: str = declare(
         _VEIL,
@@ -528,15 +518,15 @@ class RunConfig:
         _MACHINE,
         "Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.",
         shown="one per core, where clients are many and it pays",
-        check=_up_to(1 << 10),
+        check=up_to(1 << 10),
         shapes_run=False,
         before=None,
     )
     checkpoint_every: int = declare(
-        _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=_NOT_NEGATIVE, shapes_run=False
+        _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=NOT_NEGATIVE, shapes_run=False
     )
     evaluate_every: int = declare(
-        _MACHINE, "Rounds between evaluations; 0: at the end.", 1, check=_NOT_NEGATIVE, shapes_run=False
+        _MACHINE, "Rounds between evaluations; 0: at the end.", 1, check=NOT_NEGATIVE, shapes_run=False
     )
     record: bool = declare(
         _AUDIT,

@@ -238,13 +238,32 @@ def shares_of(text: str) -> tuple[float, ...]:
     return shares if all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares)) else ()
 
 
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a setting's value will do, and what is said where it will not."""
+POSITIVE: Check = (lambda value: value > 0, "must be positive")
+NOT_NEGATIVE: Check = (lambda value: value >= 0, "must not be negative")
+BELOW_ONE: Check = (lambda value: 0 <= value < 1, "must lie in [0, 1)")
+
+
+def up_to(most: int, *, least: int = 1) -> Check:
+    """At least `least`, which is 0 or 1, and at most this."""
+    words = "must be positive" if least else "must not be negative"
+    return (lambda value: least <= value <= most, f"{words}, and at most {most:,}")
+
+
+SHARES: Check = (
+    lambda value: bool(shares_of(value)),
+    "must be shares of the rounds in ascending order, like 0.5,0.75",
+)
+
+
 def declare(
     panel: str,
     words: str,
     default: Any = None,
     *,
     shown: str = "",
-    check: tuple[Callable[[Any], bool], str] | None = None,
+    check: Check | None = None,
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,

@@ -41,9 +41,10 @@ def drawn(draw: st.DrawFn, kind: type, sizes: dict[str, int]) -> Any:
         if rule.least is not None or dtype is torch.uint8:
             made = made.abs()
         if rule.below:
-            made = made % size(rule.below)
-        most = size(rule.below) if rule.below else shape[0]
-        return torch.arange(min(shape[0], most)) if rule.ascending else made.to(dtype)
+            least = shape[0] if rule.ascending else 1  # so many different places need so much room
+            sizes[rule.below] = max(size(rule.below), least)
+            made = made % sizes[rule.below]
+        return torch.arange(shape[0]) if rule.ascending else made.to(dtype)
 
     def field(one: Declared) -> Any:
         chosen = draw(st.sampled_from(one.types))

@@ -25,9 +25,11 @@ def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
 
 @lru_cache(maxsize=8)
 def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
-    # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
+    # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too, but
+    # not of one in short words.
     noise_layout, most = planned(plan, context, terms.work), max(context.samples())
-    widest = max(1.0, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
+    whole = 1.0 if plan.word_bits == 64 else 0.0
+    widest = max(whole, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
     return grid_of(noise_layout, length=terms.layout.length, largest=most * widest, word_bits=plan.word_bits)
 
 
