@@ -203,7 +203,7 @@ def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOpti
     return Scheme(
         name="tp-smc",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip),
+        work=local.clipped(setting, dp),
         uplink=key.uplink(setting, noise=plan),
         caveats=Caveats(paper=_SHARED),
     )
@@ -277,4 +277,4 @@ def lwe_secagg(
         collusion=max(collusion, COLLUSION),
         dimension=lwe_dimension,
     )
-    return Scheme(name="lwe-secagg", downlink=Plain(), work=local.clipped(setting, dp.clip), uplink=uplink)
+    return Scheme(name="lwe-secagg", downlink=Plain(), work=local.clipped(setting, dp), uplink=uplink)
