@@ -90,7 +90,7 @@ class Remembered:
         self._work = work
         self._done: dict[tuple[int, int], tuple[Broadcast, ClientData, Tensor]] = {}
         self.returns, self.unit, self.clip, self.largest = work.returns, work.unit, work.clip, work.largest
-        self.sensitivity, self.layout = work.sensitivity, work.layout
+        self.sensitivity, self.layout, self.reports = work.sensitivity, work.layout, work.reports
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         key = (id(broadcast), id(data))  # both are kept, so that no other object takes their place

@@ -13,7 +13,14 @@ from fedveil.protocol.parts import Scheme
 from fedveil.schemes.client_held import dp_fedavg
 from fedveil.schemes.fedavg import fedavg
 from fedveil.schemes.hardened import veil_secagg
-from fedveil.schemes.options import AdaptiveOptions, DpOptions, HeadOptions, KeyOptions, LocalOptions, MaskOptions
+from fedveil.schemes.options import (
+    AdaptiveOptions,
+    DpOptions,
+    GroupedHeadOptions,
+    KeyOptions,
+    LocalOptions,
+    MaskOptions,
+)
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.lwe import WORD_BITS, LweMasked
@@ -222,8 +229,7 @@ def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOpti
 def pile(
     setting: Setting,
     *,
-    head_groups: int = 1,
-    head: HeadOptions,
+    head: GroupedHeadOptions,
     spread: float = 4.0,
     key: KeyOptions,
     value_range: float = 2.0**24,
@@ -234,9 +240,9 @@ def pile(
             f"{spelled('robust_groups')} does not go with {spelled('scheme', 'pile')}: clients hold one key together. "
             "Groups go with fedavg, lossless, pbpfl, secagg and veil-secagg."
         )
-    veiled = veil_secagg(
-        setting, head_groups=head_groups, head=head, spread=spread, masking=MaskOptions(), local=LocalOptions()
-    )
+    if head.head_groups is None and head.head_partition is None:
+        head = replace(head, head_groups=1)
+    veiled = veil_secagg(setting, head=head, spread=spread, masking=MaskOptions(), local=LocalOptions())
     return replace(veiled, name="pile", uplink=key.uplink(setting, value_range))
 
 
