@@ -123,6 +123,7 @@ def test_a_wrong_secret_would_be_noticed() -> None:
         head_tensors = one.scheme.downlink.head_tensors
         head_noise = one.scheme.downlink.head_noise
         covers = one.scheme.downlink.covers
+        sends, spared = one.scheme.downlink.sends, one.scheme.downlink.spared
 
         def veil(self, *given: Any, **named: Any) -> Any:
             veil = honest(*given, **named)

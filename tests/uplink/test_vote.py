@@ -22,7 +22,6 @@ from torch import Tensor
 from fedveil.crypto.streams import add_mask
 from fedveil.errors import ConfigError, NumericError, ProtocolError
 from fedveil.uplink.vote import (
-    STRATEGIES,
     Ranking,
     Tally,
     ballot,
@@ -112,10 +111,6 @@ def test_choices_that_make_no_sense_are_refused() -> None:
             choice(update, count, "max")
         with pytest.raises(ValueError, match="cannot be chosen"):
             random_choice(3, count, seed=seed(0))
-
-
-def test_the_strategies_are_the_two_rankings_and_chance() -> None:
-    assert STRATEGIES == ("max", "min", "random")
 
 
 @given(size=st.integers(0, 300), part=st.floats(0, 1), name=st.integers(0, 100))
