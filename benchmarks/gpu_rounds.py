@@ -17,8 +17,8 @@ from torch import Tensor
 import fedveil
 from benchmarks.rows import LOSS, Row
 from benchmarks.timing import Ratio
-from fedveil.captured import recorded
 from fedveil.models.networks import cifar_resnet
+from fedveil.tensors import recorded
 
 _LIMIT_BATCH = 3200
 _WARM_ROUNDS = 5

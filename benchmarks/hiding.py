@@ -19,7 +19,7 @@ from benchmarks.protection import federation
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil.client_held.ciphers import Cipher, Ckks, Hidden, Pads
-from fedveil.crypto import ckks
+from fedveil.crypto import ciphertexts
 from fedveil.protocol.client_state import Group
 from fedveil.protocol.codec import size
 from fedveil.protocol.parts import RoundContext
@@ -36,12 +36,12 @@ RANGE = 256.0
 
 def hiding(*, repeats: int) -> list[Row]:
     """Pads against CKKS on one core; then the shares of a round."""
-    before = ckks.workers()
-    ckks.set_workers(1)
+    before = ciphertexts.workers()
+    ciphertexts.set_workers(1)
     try:
         return [*ciphers(repeats=max(3, repeats // 3)), *shares(repeats=max(3, repeats // 5))]
     finally:
-        ckks.set_workers(before)
+        ciphertexts.set_workers(before)
 
 
 class _Federated:

@@ -136,7 +136,7 @@ def _over(top: Timed, bottom: Timed, times: int) -> Ratio:
 @cache
 def federation(clients: int) -> tuple[dict[int, ClientState], Directory, bytes]:
     """Clients who know each other's keys, their directory, and the beacon of its epoch."""
-    from fedveil.protocol.cohort import Cohort
+    from fedveil.protocol.directory import Cohort
     from fedveil.protocol.key_agreement import Introductions, introduce
 
     states = {client: ClientState(client) for client in range(clients)}

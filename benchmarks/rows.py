@@ -201,8 +201,8 @@ def streams(*, repeats: int) -> list[Row]:
     # Not at the top: GPU hosts without `cryptography` run the other rows.
     import numpy as np
 
-    from fedveil.crypto.streams import add_mask
-    from fedveil.uplink.discrete_gaussian import add_discrete_gaussian
+    from fedveil.crypto.keys import add_mask
+    from fedveil.uplink.grid import add_discrete_gaussian
 
     count = 1_000_000
     words, plain = np.zeros(count, np.uint64), np.zeros(count)

@@ -23,7 +23,7 @@ import fedveil
 from benchmarks.peers.workloads import NETWORKS, WORKLOADS, Workload
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio
-from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import Cohort
 from fedveil.work import Batches
 
 _SEED = 1

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.findings import Found, Measure, Score, Trial, Verdict, judged
-from fedveil.audit.judge import Judge, train_judge
+from fedveil.audit.measures import Judge, train_judge
 from fedveil.audit.metrics import bootstrap_mean, feature_mse
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.subject import Effort
 from fedveil.audit.trials import References
 from fedveil.audit.views import View, to_bytes

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fedveil.audit.attacks.extraction import read_head
 from fedveil.audit.findings import Found, Score
-from fedveil.audit.judge import Judge
-from fedveil.audit.measures import ClassMeasure
+from fedveil.audit.measures import ClassMeasure, Judge
 from fedveil.audit.metrics import knn_distance
 from fedveil.audit.record import client_view, server_view
 from fedveil.audit.subject import Effort, Subject, enacted

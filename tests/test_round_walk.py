@@ -20,4 +20,4 @@ def test_a_round_crosses_no_more_files_than_it_may(scheme: str) -> None:
         _, _, after = PAGE.read_text(encoding="utf-8").partition("For `veil-secagg`, go on with these")
         to_read = re.findall(r"`([\w/]+\.py)`", after.partition("\n\n")[0])
         assert len(to_read) == 9
-        assert set(to_read) - set(crossed) == {"schemes/hardened.py"}, "which puts the parts together before the run"
+        assert set(to_read) - set(crossed) == {"schemes/server_held.py"}, "which puts the parts together before the run"

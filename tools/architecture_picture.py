@@ -21,7 +21,6 @@ _WORDS = {
     "__main__": "python -m fedveil",
     "api": "fedveil.train",
     "audit": "attacks, judged",
-    "captured": "work a GPU repeats",
     "cli": "the commands",
     "client_held": "roles, model at clients",
     "compare": "schemes side by side",

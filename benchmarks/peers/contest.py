@@ -99,7 +99,7 @@ class Cell:
 
 def prepared(workload: Workload, rounds: int, *, data: Path | None, seed: int) -> Plan:
     """A plan with FedVeil's batches and cohorts, on real MNIST where the folder `data` has it, else random samples."""
-    from fedveil.protocol.cohort import Cohort
+    from fedveil.protocol.directory import Cohort
     from fedveil.work.batches import Batches
 
     generator = torch.Generator().manual_seed(0)

@@ -17,15 +17,14 @@ from fedveil.downlink import Weights, assemble
 from fedveil.errors import ConfigError, settings_as_arguments
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import ServerState
+from fedveil.runs.best import Watch
 from fedveil.runs.callbacks import WARNING, Callback, Follower, Progress, Row
 from fedveil.runs.from_python import job_of_objects
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judgement_from
 from fedveil.runs.loop import fresh_state, summarise, train_job
-from fedveil.runs.own_metrics import Metric
-from fedveil.runs.preflight import preflight
-from fedveil.runs.rates import with_found_rate
-from fedveil.runs.watching import Watch
+from fedveil.runs.metrics import Metric
+from fedveil.runs.preflight import preflight, with_found_rate
 from fedveil.settings import Settings
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ A child of ours runs in a session of its own, so that Ctrl-C is for whoever star
 that only its parent holds, and it ends when that pipe does, however its parent came to its end. What it writes beside
 its answers is kept for the error that tells of its death.
 
-    parent   ChildProcess(python("fedveil.audit.sandbox:serve")) · send · receive · end
+    parent   ChildProcess(python("fedveil.audit.running:serve")) · send · receive · end
     child    channel(): the pipes, taken off standard input and output · framing.receive · framing.send
 
 Work on what lies in this process's memory is shared with copies of it:

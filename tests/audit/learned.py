@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil import data, models
-from fedveil.audit.attacks.prior import Prior, train_prior
-from fedveil.audit.judge import Judge, train_judge
+from fedveil.audit.attacks.generative import Prior, train_prior
+from fedveil.audit.measures import Judge, train_judge
 from fedveil.audit.metrics import psnr
 
 DIGITS = data.load("digits", seed=0)

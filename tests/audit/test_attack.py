@@ -12,7 +12,7 @@ from audit.recorded import recorded_once
 from fedveil.audit.attack import SIGHTS, AttackContext, attack, attack_at, attacks, with_own
 from fedveil.audit.findings import ASSETS
 from fedveil.audit.record import server_view
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import ConfigError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from audit.learned import DIGITS, accuracy, digits_judge, generator
-from fedveil.audit.judge import Study, train_judge
+from fedveil.audit.measures import Study, train_judge
 from fedveil.audit.metrics import attack_success, feature_mse, knn_distance
 from fedveil.errors import DataError
 

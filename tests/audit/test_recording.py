@@ -15,8 +15,8 @@ from fedveil.errors import CheckpointError, ConfigError
 from fedveil.protocol.codec import decode, encode, from_stored
 from fedveil.protocol.messages import Train
 from fedveil.runs import session
+from fedveil.runs.folder import Recording
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.runs.recorded import Recording
 from shell import fedveil
 
 EVERYTHING: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from audit import misbehaving
 from audit.recorded import recorded_once
 from fedveil.audit.attack import Attack, attack_at
 from fedveil.audit.record import server_view
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import to_bytes
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
 

@@ -15,7 +15,7 @@ from fedveil.audit.views import ClientView, Message, ServerView, View, from_byte
 from fedveil.downlink.architecture import Weights
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.messages import Train
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import FixedPoint
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.work.messages import ClientData
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from fedveil.cli.compare import show_comparison
-from fedveil.cli.judged import named_metrics, show_judgement
-from fedveil.cli.tables import console
+from fedveil.cli.tables import console, named_metrics, show_judgement
 from fedveil.compare.comparing import Comparison
-from fedveil.compare.plan import planned
-from fedveil.compare.results import CellProgress, results_of
+from fedveil.compare.plan import CellProgress, planned, results_of
 from fedveil.data import Dataset
 from fedveil.errors import ConfigError
 from fedveil.ledger.statement import Ledger

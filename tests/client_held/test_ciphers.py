@@ -20,7 +20,7 @@ from federation import HeldRun, held_run, job
 from fedveil.client_held.ciphers import Ciphertext, Ckks, PaddedSum, Pads
 from fedveil.client_held.messages import Divide, Divided
 from fedveil.crypto import ckks
-from fedveil.crypto.streams import add_mask
+from fedveil.crypto.keys import add_mask
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.directory import from_bytes, to_bytes

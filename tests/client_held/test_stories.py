@@ -24,7 +24,7 @@ from fedveil.client_held.ciphers import Pads, _pad_seed
 from fedveil.client_held.client import MOST_MISREAD, UnreadableError
 from fedveil.client_held.divided import _vote_key, divided
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
-from fedveil.crypto.streams import add_mask
+from fedveil.crypto.keys import add_mask
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext

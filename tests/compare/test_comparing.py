@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fedveil.compare import CellEvent, CellProgress, Comparison, compare
-from fedveil.compare.plan import planned
-from fedveil.compare.results import results_of, write_results
+from fedveil.compare.plan import planned, results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import OwnCode

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedveil.compare.grid import run_grid
-from fedveil.compare.worker import Report
+from fedveil.compare.grid import Report, run_grid
 from fedveil.errors import ConfigError
 
 WORK = """

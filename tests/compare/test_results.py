@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedveil.compare.plan import planned
-from fedveil.compare.results import CellProgress, read_results, results_of, write_results
+from fedveil.compare.plan import CellProgress, planned, read_results, results_of, write_results
 from fedveil.errors import CheckpointError
 from fedveil.ledger.gaussian import epsilon_of, mu_of
 from fedveil.ledger.statement import Ledger, Line, Verdict

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fedveil.crypto.streams import WordStream, add_mask, block_function
+from fedveil.crypto.keys import WordStream, add_mask, block_function
 
 SEED = bytes(range(32))
 # NIST SP 800-38A, F.5.1 (CTR-AES128): key, first counter block, plain text, cipher text

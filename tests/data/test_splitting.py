@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedveil.data import load
 from fedveil.data.dataset import Options, Split
-from fedveil.data.splitting import PartRows, Samples, split_rows
+from fedveil.data.partition import PartRows, Samples, split_rows
 from fedveil.errors import ConfigError, DataError
 
 

@@ -16,11 +16,10 @@ from torch import nn
 
 from docs.pages import DOCS
 from downlink.exactness import scramble, trial
-from fedveil.crypto.streams import add_mask
+from fedveil.crypto.keys import add_mask
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges
 from fedveil.ledger.gaussian import delta_of, epsilon_of, mu_of, paper_sigma, sigma_of
-from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid import add_noise
+from fedveil.uplink.grid import FixedPoint, add_noise
 from fedveil.uplink.noise_plan import allocate
 from fedveil.uplink.vote import choice, indices_of, tags, vote_label
 from fedveil.work import Batches, LocalSteps, Schedule, SquareLoss

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from fedveil.crypto.streams import WordStream
+from fedveil.crypto.keys import WordStream
 from fedveil.downlink import decomposed
 from fedveil.downlink.decomposed import (
     BOUNDED,

@@ -32,7 +32,7 @@ from fedveil.protocol.codec import decode, encode
 from fedveil.runs.folder import RunFolder, read_ledger
 from fedveil.schemes.on_updates import VALUE_RANGE
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import FixedPoint
 from flower_apps import (
     SIZES,
     AppGrid,

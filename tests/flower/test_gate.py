@@ -13,7 +13,7 @@ pytest.importorskip("flwr")
 import httpx
 
 from fedveil.errors import ConfigError
-from fedveil.flower.gate import Gate, behind, serve
+from fedveil.flower.deployment import Gate, behind, serve
 
 
 def asked(method: str, path: str, *, headers: dict[str, str] | None = None) -> tuple[int, list[httpx.Request]]:

@@ -16,7 +16,7 @@ from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import device_of
 from fedveil.runs.predicting import predict_dataset
-from fedveil.work.augmentation import PictureAugmentation
+from fedveil.work.batches import PictureAugmentation
 from shell import fedveil
 
 

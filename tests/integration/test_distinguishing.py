@@ -31,8 +31,7 @@ from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.cohort import WINDOW
-from fedveil.protocol.directory import Directory, Hello, Nonce
+from fedveil.protocol.directory import WINDOW, Directory, Hello, Nonce
 from fedveil.protocol.messages import Request, Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driving import drive
-from fedveil.crypto.streams import WordStream
+from fedveil.crypto.keys import WordStream
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.protocol.parts import planned
 from fedveil.roles.server import ServerRole

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.pure import composed_pure_epsilon
+from fedveil.ledger.accountant import composed_pure_epsilon
 
 
 def delta_by_hand(target: float, epsilon: float, rounds: int) -> float:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.accountant import affordable_rounds, check_decay
 from fedveil.ledger.gaussian import epsilon_of, mu_of
-from fedveil.ledger.schedule import affordable_rounds, check_decay
 
 
 def shares(decay: float, rounds: int, participations: int) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fedveil
 from fedveil import models
 from fedveil.errors import ConfigError
-from fedveil.models.custom import refuse_shared_memory
+from fedveil.models.building import refuse_shared_memory
 from fedveil.own_code import OwnCode
 
 SOURCE = """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedveil.audit.attack import attacks as declared
 from fedveil.audit.findings import Score
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import from_bytes
 from fedveil.errors import AttackError, NumericError
 from papers import Cell, Options, attacks, find, membership, mpdp, reproduce

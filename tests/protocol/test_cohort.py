@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from federation import job, trained
 from fedveil.errors import ConfigError
-from fedveil.protocol.cohort import WINDOW, Cohort
+from fedveil.protocol.directory import WINDOW, Cohort
 from fedveil.runs.job import Job
 
 

@@ -23,8 +23,7 @@ from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import Announce, Directory, Epoch, Hello
+from fedveil.protocol.directory import Announce, Cohort, Directory, Epoch, Hello
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext

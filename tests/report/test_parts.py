@@ -11,8 +11,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
-from fedveil.report.figures import curves, front, trade_offs
-from fedveil.report.judged import judged_table, judged_views, reliability
+from fedveil.report.figures import curves, front, judged_table, judged_views, reliability, trade_offs
 from fedveil.report.sources import ReportSources, Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for, view_of
 from fedveil.report.words import claim, entry, whole

@@ -23,7 +23,7 @@ from fedveil.protocol.plausible import Reach
 from fedveil.roles.client import ClientRole
 from fedveil.roles.server import ServerState
 from fedveil.runs import session
-from fedveil.runs.bad_rounds import LossGuard
+from fedveil.runs.best import LossGuard
 from fedveil.runs.callbacks import WARNING
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job

@@ -16,9 +16,8 @@ from fedveil.protocol.phases import RoundBegins
 from fedveil.runs import privacy_journal
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
-from fedveil.runs.journal_file import JournalFile
 from fedveil.runs.loop import fresh_state, privacy_journal_of, train_job
-from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.runs.privacy_journal import JournalFile, PrivacyJournal
 from fedveil.uplink import noise_plan
 
 

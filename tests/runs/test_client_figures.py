@@ -18,8 +18,7 @@ from fedveil.data import Dataset
 from fedveil.errors import ConfigError, StopTraining
 from fedveil.protocol.messages import Upload
 from fedveil.runs import session
-from fedveil.runs.client_figures import ClientFigures
-from fedveil.runs.evaluation import score_outputs
+from fedveil.runs.evaluation import ClientFigures, score_outputs
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import judge
 from fedveil.runs.loop import Outcome, evaluated, fresh_state, summarise, train_job

@@ -16,8 +16,7 @@ from safetensors.torch import save
 
 from fedveil.audit.findings import finding_from, read_audit
 from fedveil.compare import CellProgress, compare
-from fedveil.compare.plan import planned
-from fedveil.compare.results import read_results, results_of, write_results
+from fedveil.compare.plan import planned, read_results, results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.report.sources import gather

@@ -413,7 +413,7 @@ def test_metrics_without_test_samples_are_refused() -> None:
 
 
 def test_every_name_of_rows_and_summaries_is_taken(straight: Path) -> None:
-    from fedveil.runs.own_metrics import RESERVED
+    from fedveil.runs.metrics import RESERVED
 
     folder = RunFolder(straight)
     names = {*(folder.summary() or {}), *(name for row in folder.metrics() for name in row)}

@@ -20,8 +20,7 @@ from fedveil.errors import ConfigError, TraceError
 from fedveil.runs import preflight as checks
 from fedveil.runs import session
 from fedveil.runs.job import ModelFacts, assemble_job, job_from_config
-from fedveil.runs.preflight import preflight
-from fedveil.runs.rates import with_found_rate
+from fedveil.runs.preflight import preflight, with_found_rate
 from shell import fedveil as command
 
 Small = Callable[..., RunConfig]

@@ -130,7 +130,7 @@ def test_ten_thousand_clients_on_a_sparse_graph_need_no_dense_matrix() -> None:
 def test_the_first_round_is_charged_by_the_covering_it_shows() -> None:
     sizes = even_sizes(9, mean=50, ratio=3)
     answer = plan_run(Question(scheme="nadp", samples=sizes, rounds=1, options={"epsilon": 1.0}))
-    from fedveil.protocol.cohort import Cohort
+    from fedveil.protocol.directory import Cohort
     from fedveil.uplink.noise_plan import NoisePlan, Target
 
     plan = NoisePlan(Target(1.0, 1e-5, 1, 1), "pairs")

@@ -20,11 +20,10 @@ from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting
 from fedveil.schemes.options import DpOptions
-from fedveil.uplink.central import PlannedCentral
 from fedveil.uplink.masked import Masked
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import Noised
-from fedveil.uplink.plain import Bare
+from fedveil.uplink.plain import Bare, PlannedCentral
 from fedveil.uplink.vote import Ratio
 from fedveil.work import Gradients
 from fedveil.work.clipping import ClippedSamples

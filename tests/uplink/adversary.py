@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fedveil.crypto.keys import add_mask
 from fedveil.crypto.shamir import join
-from fedveil.crypto.streams import add_mask
 from fedveil.errors import ProtocolError
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.parts import RoundContext

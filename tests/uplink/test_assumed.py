@@ -24,8 +24,8 @@ from fedveil.roles.server import ServerRole
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.uplink.assumed import AssumedNoise
-from fedveil.uplink.central import AssumedCentral
 from fedveil.uplink.noised import Repair
+from fedveil.uplink.plain import AssumedCentral
 from fedveil.work.messages import Workspace
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from federation import held_run, job, trained
 from fedveil.errors import ConfigError
-from fedveil.uplink.fixed_point import RANGES
+from fedveil.uplink.grid import RANGES
 
 VICTIM = 3
 HIDING: dict[str, dict[str, Any]] = {

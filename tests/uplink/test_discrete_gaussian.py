@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedveil.crypto.streams import WordStream, block_function
+from fedveil.crypto.keys import WordStream, block_function
 from fedveil.errors import ConfigError
-from fedveil.uplink.discrete_gaussian import (
+from fedveil.uplink.grid import (
     LARGEST_SIGMA,
     _decide,
     _plan,

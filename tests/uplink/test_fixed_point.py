@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError
-from fedveil.uplink.fixed_point import FixedPoint, saturated
+from fedveil.uplink.grid import FixedPoint, saturated
 
 RANGES = st.floats(2.0**-40, 2.0**36)
 

@@ -12,8 +12,8 @@ from fedveil.client_held.messages import Divided
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import planned
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink.central import PlannedCentral
 from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.plain import PlannedCentral
 from uplink.test_noised import Federation
 
 MORE: dict[str, dict[str, Any]] = {

@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from federation import job
+from fedveil.crypto.keys import add_mask
 from fedveil.crypto.shamir import join
-from fedveil.crypto.streams import add_mask
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.caveats import RunFacts
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.cohort import WINDOW, Cohort
 from fedveil.protocol.directory import (
     SPARE,
+    WINDOW,
     Announce,
+    Cohort,
     Directory,
     Epoch,
     Hello,

@@ -19,7 +19,7 @@ from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, Epoch, Hello
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.trimming import trimmed_mean
+from fedveil.protocol.plausible import trimmed_mean
 from fedveil.roles.client import ClientRole
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from driving import drive
 from federation import job, same_bits, server_of, trained
-from fedveil.crypto import streams as stream
+from fedveil.crypto import keys as stream
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.messages import Request, Train
@@ -26,7 +26,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.secrets import OsSecrets
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import FixedPoint
 from fedveil.uplink.masked import MOST_UNEXPLAINED, Masked
 from fedveil.uplink.unmasking import Unmask
 from shell import fedveil

@@ -32,7 +32,7 @@ from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import FixedPoint
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed
 from fedveil.uplink.noised import Noised, Repair
 from fedveil.work.messages import Workspace

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from fedveil.crypto.streams import add_mask
+from fedveil.crypto.keys import add_mask
 from fedveil.errors import ConfigError, NumericError, ProtocolError
 from fedveil.uplink.vote import (
     Ranking,

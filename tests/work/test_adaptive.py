@@ -25,8 +25,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.checkpoint import load_checkpoint, save_checkpoint
 from fedveil.runs.job import Job
 from fedveil.runs.loop import Outcome, client_role, fresh_state, train_job
-from fedveil.work.adaptive import AdaptiveClip
-from fedveil.work.clipping import ClippedUpdate
+from fedveil.work.clipping import AdaptiveClip, ClippedUpdate
 from fedveil.work.messages import Workspace
 
 CLIP = 0.05

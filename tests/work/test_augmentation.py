@@ -13,7 +13,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.runs.recipe import augmentation_of
 from fedveil.work import ClientData
-from fedveil.work.augmentation import PictureAugmentation
+from fedveil.work.batches import PictureAugmentation
 
 ALL = PictureAugmentation(seed=3, size=(7, 9), crop=3, flip=True, cutout=4)
 

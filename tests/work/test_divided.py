@@ -28,8 +28,7 @@ from fedveil.ledger.policy import Policy
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid import ROUNDING
+from fedveil.uplink.grid import ROUNDING, FixedPoint
 from fedveil.uplink.grid_noise import gridded
 from fedveil.uplink.vote import Ratio
 from fedveil.work.clipping import RAN_AWAY, DividedUpdate

@@ -12,7 +12,7 @@ from torch import nn
 import fedveil
 from fedveil.tensors import ExactSum
 from fedveil.work import Batches, ClientData
-from fedveil.work.augmentation import PictureAugmentation
+from fedveil.work.batches import PictureAugmentation
 from fedveil.work.groups import Orders
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

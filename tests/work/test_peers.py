@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedveil.downlink import draw
 from fedveil.downlink.plain import Unveiled
 from fedveil.ledger.gaussian import epsilon_of, sigma_of
-from fedveil.uplink.discrete_gaussian import discrete_gaussian, parameter_of
+from fedveil.uplink.grid import discrete_gaussian, parameter_of
 from fedveil.work.losses import CrossEntropy
 from fedveil.work.messages import prepare
 from fedveil.work.per_sample import PerSample

@@ -48,9 +48,8 @@ from fedveil.runs.callbacks import Row
 from fedveil.runs.folder import MEASURED, RunFolder, ledger_from, write_atomically
 from fedveil.runs.from_python import job_of_objects
 from fedveil.runs.job import Job
-from fedveil.runs.journal_file import JournalFile
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.runs.privacy_journal import JournalFile, PrivacyJournal
 from fedveil.schemes.options import DpOptions
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed

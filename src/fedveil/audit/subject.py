@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from fedveil.audit.attack import STANDSTILL
 from fedveil.audit.attacks.extraction import fitting
 from fedveil.audit.attacks.gradients import MOST_SAMPLES, client_gradient
-from fedveil.audit.judge import Judge, train_judge
-from fedveil.audit.measures import Likeness
+from fedveil.audit.measures import Judge, Likeness, train_judge
 from fedveil.audit.metrics import psnr, random_level
 from fedveil.audit.record import Record, client_view, server_view
 from fedveil.audit.views import ClientView, Message, Opened, ServerHistory, ServerView, View
@@ -37,10 +36,9 @@ from fedveil.errors import CheckpointError, ConfigError, spelled
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train
 from fedveil.runs.callbacks import Row
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import Recording, RunFolder
 from fedveil.runs.job import Job, job_from_config, secret_epsilon
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.runs.recorded import Recording
 from fedveil.work import Batches
 from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData

@@ -6,18 +6,15 @@ import typer
 
 from fedveil.cli.audit import audit
 from fedveil.cli.compare import compare
-from fedveil.cli.demo import demo
 from fedveil.cli.doctor import doctor
-from fedveil.cli.flower import flower
-from fedveil.cli.inspect import inspect
-from fedveil.cli.inspect_data import inspect_data
-from fedveil.cli.keys import keys
+from fedveil.cli.flower import flower, keys
+from fedveil.cli.inspect import inspect, inspect_data
 from fedveil.cli.ledger import ledger
 from fedveil.cli.options import Command
 from fedveil.cli.predict import export, predict
 from fedveil.cli.report import report
 from fedveil.cli.reproduce import reproduce
-from fedveil.cli.run import run
+from fedveil.cli.run import demo, run
 from fedveil.cli.schemes import models, schemes
 from fedveil.version import __version__
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.client_held.group import OpeningKeys
-from fedveil.crypto import ckks
+from fedveil.crypto import ciphertexts, ckks
 from fedveil.errors import ConfigError, ProtocolError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.caveats import RunFacts
@@ -25,7 +25,7 @@ from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.shapes import octets
-from fedveil.uplink.fixed_point import FixedPoint, check_value_range, saturated
+from fedveil.uplink.grid import FixedPoint, check_value_range, saturated
 from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
 from fedveil.uplink.unmasking import MaskedSum, MaskedUpload
 
@@ -187,7 +187,7 @@ class Pads(OpeningKeys):
         transcript: bytes = b"",
     ) -> tuple[ClientState, MaskedUpload]:
         """Pad and mask integers, in place."""
-        from fedveil.crypto.streams import add_mask
+        from fedveil.crypto.keys import add_mask
 
         context.check_member(state.client)
         if state.client in self.padding(context):
@@ -217,7 +217,7 @@ class Pads(OpeningKeys):
         self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext
     ) -> NDArray[np.uint64]:
         """Take off the contributors' pads."""
-        from fedveil.crypto.streams import add_mask
+        from fedveil.crypto.keys import add_mask
 
         if total.dtype != torch.int64 or total.dim() != 1:
             raise ProtocolError("a padded sum is malformed")
@@ -306,7 +306,7 @@ class Ckks:
     def prepare(self) -> None:
         """Find the package, and start the processes that share its work."""
         ckks.require()
-        ckks.workers()
+        ciphertexts.workers()
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As far as there are parameters for it; the sum of two gives each of them the other's contribution."""

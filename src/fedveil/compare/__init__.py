@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fedveil.compare.comparing import DEFAULT_SCHEMES, Comparison, compare
-from fedveil.compare.results import CellEvent, CellProgress
+from fedveil.compare.plan import CellEvent, CellProgress
 
 __all__ = ["DEFAULT_SCHEMES", "CellEvent", "CellProgress", "Comparison", "compare"]

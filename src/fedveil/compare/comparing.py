@@ -9,10 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.compare.grid import cores, run_grid
-from fedveil.compare.plan import Plan, changed, check_unchanged, label_of, planned
-from fedveil.compare.results import CellEvent, CellProgress, read_results, results_of, write_results
-from fedveil.compare.worker import Report
+from fedveil.compare.grid import Report, cores, run_grid
+from fedveil.compare.plan import (
+    CellEvent,
+    CellProgress,
+    Plan,
+    changed,
+    check_unchanged,
+    label_of,
+    planned,
+    read_results,
+    results_of,
+    write_results,
+)
 from fedveil.config import as_before
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
@@ -125,7 +134,7 @@ def compare(
     watch(standings, None)
     run_grid(
         [progress for progress in standings if not progress.over],
-        work="fedveil.compare.worker:train",
+        work="fedveil.compare.grid:train",
         job_of=job_of,
         take=take,
         jobs=jobs or _jobs(plan),

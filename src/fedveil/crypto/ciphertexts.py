@@ -36,7 +36,7 @@ from fedveil.framing import Part
 from fedveil.processes import ChildDiedError, ChildProcess, channel, python
 
 if TYPE_CHECKING:
-    from fedveil.crypto.ckks.keys import Material
+    from fedveil.crypto.ckks import Material
 
 Values = NDArray[np.float64]
 Item = TypeVar("Item")

@@ -10,18 +10,21 @@ from __future__ import annotations
 import os
 import struct
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.secrets import Guarded, SecretStream
@@ -192,3 +195,55 @@ def unseal(sealed: bytes, *, key: bytes, purpose: str) -> bytes:
         return AESGCM(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], purpose.encode())
     except (InvalidTag, ValueError) as reason:
         raise ProtocolError(f"a sealed {purpose} was damaged, or sealed under another key") from reason
+
+
+# --- keyed streams: words for masks and noise that both ends of a pair can make again
+#
+# AES-128 in counter mode over zeros, written straight into the array it is for. The 32-byte seed
+# gives the key (first half) and the first counter block (second half).
+
+Words = NDArray[np.uint64]
+Blocks = Callable[[NDArray[np.int64], int], Words]
+
+_BLOCK = 16
+_CHUNK = 1 << 14
+_ZEROS = memoryview(bytes(8 * _CHUNK))
+
+
+class WordStream:
+    """The 64-bit words of one seed, in order; reading goes on where the last read ended."""
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != SEED_BYTES:
+            raise ValueError(f"a stream's seed has {SEED_BYTES} bytes, not {len(seed)}")
+        self._cipher = Cipher(algorithms.AES128(seed[:16]), modes.CTR(seed[16:])).encryptor()
+        # update_into wants room for one more block than it writes.
+        self._room = np.empty(8 * _CHUNK + _BLOCK, dtype=np.uint8)
+
+    def take(self, count: int) -> Words:
+        """The next `count` (at most 2¹⁴) words; valid until the next call."""
+        written = self._cipher.update_into(_ZEROS[: 8 * count], self._room.data)
+        return self._room[:written].view(np.uint64)
+
+
+def block_function(key: bytes) -> Blocks:
+    """Random access to words: two for each (place, purpose), the AES-128 of that pair under a 16-byte key."""
+    cipher = Cipher(algorithms.AES128(key), modes.ECB()).encryptor()
+
+    def blocks(places: NDArray[np.int64], purpose: int) -> Words:
+        pairs = np.empty((len(places), 2), dtype="<u8")
+        pairs[:, 0], pairs[:, 1] = places, purpose
+        room = np.empty(pairs.nbytes + _BLOCK, dtype=np.uint8)
+        written = cipher.update_into(pairs.view(np.uint8).reshape(-1).data, room.data)
+        return room[:written].view("<u8").reshape(-1, 2)
+
+    return blocks
+
+
+def add_mask(total: Words, seed: bytes, *, subtract: bool = False) -> None:
+    """total ± the seed's words, modulo 2⁶⁴, in place."""
+    stream = WordStream(seed)
+    operation = np.subtract if subtract else np.add
+    for start in range(0, len(total), _CHUNK):
+        part = total[start : start + _CHUNK]
+        operation(part, stream.take(len(part)), out=part)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Split, Task, check_finite
 from fedveil.data.lazy import LazyTensor, mapped, whole
+from fedveil.data.partition import Samples, split_rows
 from fedveil.data.preparation import Preparation, fit_pixels, from_bytes, laid_out, numbers_like
-from fedveil.data.splitting import Samples, split_rows
 from fedveil.errors import DataError, unknown_name
 
 _COMPRESSED = frozenset({".gz", ".xz"})

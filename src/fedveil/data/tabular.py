@@ -28,8 +28,8 @@ from fedveil.data.arrays import (
 )
 from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.data.description import Column, is_missing, is_number
+from fedveil.data.partition import PartRows, Samples, split_rows
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
-from fedveil.data.splitting import PartRows, Samples, split_rows
 from fedveil.errors import ConfigError, DataError, missing_extra, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")

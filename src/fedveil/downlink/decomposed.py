@@ -130,7 +130,7 @@ def client_noise(kinds: Tensor, *, sigma: float, seed: bytes) -> Floats:
 
     Both ends of a pair make the same numbers from the same 32-byte seed.
     """
-    from fedveil.crypto.streams import WordStream  # training in memory does not need `cryptography`
+    from fedveil.crypto.keys import WordStream  # training in memory does not need `cryptography`
 
     if not (math.isfinite(sigma) and sigma >= 0.0):
         raise ConfigError(f"the deviation of client noise must be a number from 0 on (got {sigma}).")

@@ -25,8 +25,7 @@ from fedveil.downlink.messages import Recovered
 from fedveil.engine import ClientPool
 from fedveil.errors import Code, ProtocolError
 from fedveil.flower.app_held import AppRelay, Standing
-from fedveil.flower.app_records import metrics_of
-from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
+from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, metrics_of, no_model
 from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
 from fedveil.flower.engine import FlowerEngine

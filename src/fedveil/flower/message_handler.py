@@ -288,7 +288,7 @@ class MessageHandler:
     def _recorder(self, setup: Setup, side: Side) -> Listen | None:
         if not self._home.record:
             return None
-        from fedveil.runs.recorded import own_recorder  # which a client that records nothing does not need
+        from fedveil.runs.folder import own_recorder  # which a client that records nothing does not need
 
         place, parts = self._home.records / setup.lineage, (side.config, side.common, side.facts, side.architecture)
         return own_recorder(place, *parts, client=self._home.client, attempt=setup.attempt).hear

@@ -36,7 +36,7 @@ from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.phases import Ask
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row, Say
-from fedveil.runs.folder import RunFolder, write_atomically
+from fedveil.runs.folder import RunFolder, chosen, recorder_for, write_atomically
 from fedveil.runs.job import (
     Guard,
     Job,
@@ -51,7 +51,6 @@ from fedveil.runs.job import (
 )
 from fedveil.runs.loop import Outcome, conduct, fresh_state, privacy_journal_of, server_role
 from fedveil.runs.preflight import preflight
-from fedveil.runs.recorded import chosen, recorder_for
 from fedveil.runs.session import continue_in, train_into
 
 

@@ -35,12 +35,21 @@ from flwr.supercore import log
 
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, unknown_name
 from fedveil.flower.app_engine import AppRound, Course, empty_state
-from fedveil.flower.app_held import FIRST, First, NoModelError, form_digest, form_of
-from fedveil.flower.app_progress import AppProgress
-from fedveil.flower.app_records import AppModel, metric_record, metrics_of, only_arrays
-from fedveil.flower.app_report import app_ledger, written
-from fedveil.flower.app_setup import METRICS, AppSetup, Metrics, Phase, Step, agreed_app, settings_for
-from fedveil.flower.app_strategies import check_averages, step_of
+from fedveil.flower.app_held import FIRST, First, NoModelError, check_averages, form_digest, form_of, step_of
+from fedveil.flower.app_report import AppProgress, app_ledger, written
+from fedveil.flower.app_setup import (
+    METRICS,
+    AppModel,
+    AppSetup,
+    Metrics,
+    Phase,
+    Step,
+    agreed_app,
+    metric_record,
+    metrics_of,
+    only_arrays,
+    settings_for,
+)
 from fedveil.flower.commands import Events
 from fedveil.ledger.statement import Ledger
 from fedveil.roles.server import ServerState

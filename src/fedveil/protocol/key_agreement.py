@@ -45,10 +45,10 @@ from typing import TYPE_CHECKING, Literal
 from fedveil.errors import ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode
-from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import (
     NONCE_BYTES,
     Announce,
+    Cohort,
     Directory,
     Epoch,
     Hello,

@@ -34,7 +34,7 @@ from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
 from fedveil.tensors import ExactSum, Layout
 from fedveil.uplink.noise_plan import NoisePlan
-from fedveil.work.adaptive import AdaptiveClip
+from fedveil.work.clipping import AdaptiveClip
 from fedveil.work.messages import LocalWork
 
 Holder = Literal["server", "clients"]

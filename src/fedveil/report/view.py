@@ -21,8 +21,18 @@ from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import Ledger
 from fedveil.plain import parse_model_options
-from fedveil.report.figures import Figure, Worth, curves, trade_offs, worth_of
-from fedveil.report.judged import JudgedView, constant_answer, judged_table, judged_views, reliability
+from fedveil.report.figures import (
+    Figure,
+    JudgedView,
+    Worth,
+    constant_answer,
+    curves,
+    judged_table,
+    judged_views,
+    reliability,
+    trade_offs,
+    worth_of,
+)
 from fedveil.report.sources import (
     DASH,
     Audited,

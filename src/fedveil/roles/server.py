@@ -57,7 +57,7 @@ from fedveil.downlink.architecture import Architecture, Weights, batch_norms
 from fedveil.downlink.messages import ClipBroadcast, Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Accountant
-from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
 from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length, clip_factor
@@ -73,8 +73,7 @@ from fedveil.protocol.phases import (
     Step,
     Steps,
 )
-from fedveil.protocol.plausible import check_sum
-from fedveil.protocol.trimming import outvoted
+from fedveil.protocol.plausible import check_sum, outvoted
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
 from fedveil.work.held_back import FIGURES

@@ -21,13 +21,13 @@ from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
-from fedveil.models.custom import Adapted, inputs_of, plain, refuse_hooks, refuse_shared_memory
+from fedveil.models.building import Adapted, inputs_of, plain, refuse_hooks, refuse_shared_memory
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import evaluated, fresh_state
+from fedveil.runs.metrics import Metric, OwnMetrics
 from fedveil.runs.objective import BALANCED, class_counts, listed_weights, loss_settings, own_objective
-from fedveil.runs.own_metrics import Metric, OwnMetrics
 from fedveil.schemes import SchemeInfo
 from fedveil.work.batches import mixed_seed
 

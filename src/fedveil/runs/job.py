@@ -28,19 +28,17 @@ from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, TraceError, spelled
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
-from fedveil.models.building import parameters_of
-from fedveil.models.custom import named
+from fedveil.models.building import named, parameters_of
 from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
-from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import Cohort
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
-from fedveil.runs.client_figures import judged_by_clients
+from fedveil.runs.evaluation import judged_by_clients
 from fedveil.runs.judgement import probabilities
+from fedveil.runs.metrics import OwnMetrics
 from fedveil.runs.monitor import best_note, guard_note
-from fedveil.runs.moving_state import refuse_moving_state
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
-from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import FROZEN, HANDED, PUBLISHED, fill_from, nothing_hidden
 from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
 from fedveil.schemes import SchemeInfo, Setting
@@ -52,6 +50,7 @@ from fedveil.work import Batches, BinaryCrossEntropy, Loss
 from fedveil.work.batches import Factor
 from fedveil.work.clipping import refuse_batch_norm
 from fedveil.work.losses import CrossEntropy, SquareLoss
+from fedveil.work.own_loss import refuse_moving_state
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster

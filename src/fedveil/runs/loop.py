@@ -37,15 +37,14 @@ from fedveil.protocol.parts import clip_factor
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunJudged, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
-from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
+from fedveil.runs.best import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
-from fedveil.runs.client_figures import named_figures
-from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
+from fedveil.runs.evaluation import ClientScores, Scores, named_figures, predict, score_client_view, score_outputs
+from fedveil.runs.folder import Recording, recorder_for
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
 from fedveil.runs.monitor import target_reached
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed

@@ -27,7 +27,7 @@ from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture, stock
 from fedveil.downlink.scales import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError, TraceError, missing_extra, spelled
-from fedveil.models.custom import Adapted, call
+from fedveil.models.building import Adapted, call
 from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
 from fedveil.runs.folder import digest_of, write_atomically

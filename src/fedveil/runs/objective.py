@@ -15,8 +15,7 @@ from fedveil.protocol.parts import Scheme
 from fedveil.work import ClientData, Loss, make_loss
 from fedveil.work.losses import check_smoothing
 from fedveil.work.messages import Source
-from fedveil.work.own_loss import OwnLoss, own_loss, tried
-from fedveil.work.stateless import is_own
+from fedveil.work.own_loss import OwnLoss, is_own, own_loss, tried
 
 BALANCED = "balanced"
 _TRIED = 16

@@ -26,8 +26,7 @@ from fedveil.ledger.correlated import (
 )
 from fedveil.ledger.sparse import OWN_ALONE
 from fedveil.ledger.statement import Ledger
-from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import graph_seed
+from fedveil.protocol.directory import Cohort, graph_seed
 from fedveil.protocol.parts import BoundedWork, Scheme, bounded
 from fedveil.runs.job import attended
 from fedveil.runs.privacy_journal import accountant_for, composed, floors, ledger_of

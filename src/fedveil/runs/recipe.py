@@ -15,8 +15,7 @@ from fedveil.plain import augmenting, shares_of
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
 from fedveil.work import Loss, Schedule
-from fedveil.work.augmentation import PictureAugmentation
-from fedveil.work.batches import Factor, mixed_seed
+from fedveil.work.batches import Factor, PictureAugmentation, mixed_seed
 from fedveil.work.messages import Augmentation
 
 _CROP, _CUTOUT = 4, 8

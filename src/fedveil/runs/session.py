@@ -15,17 +15,14 @@ from fedveil.data.description import Description
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError, DataError, FedVeilError, NumericError, ProtocolError, spelled
 from fedveil.roles.server import ServerState
-from fedveil.runs.best import BestRound
+from fedveil.runs.best import BestRound, Watch
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
 from fedveil.runs.checkpoint import ClientMemory, newest_good, save_checkpoint
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import RunFolder, chosen
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.loop import Outcome, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
-from fedveil.runs.preflight import preflight
-from fedveil.runs.rates import with_found_rate
-from fedveil.runs.recorded import chosen
-from fedveil.runs.watching import Watch
+from fedveil.runs.preflight import preflight, with_found_rate
 from fedveil.work.messages import keeps_for_itself
 
 _LOG = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from fedveil.config import RunConfig
 from fedveil.crypto.keys import Identity, Roster
 from fedveil.errors import Code, ConfigError, FedVeilError
 from fedveil.plain import list_of
-from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import draws_of
+from fedveil.protocol.directory import Cohort, draws_of
 from fedveil.secrets import OsSecrets, StoredSecret
 from fedveil.uplink.graph import COLLUSION, default_degree, masking_degree
 from fedveil.uplink.unmasking import Quorum

@@ -2,7 +2,7 @@
 
 # isort: off
 from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, info_of, scheme, schemes
-from fedveil.schemes import fedavg, noised, lossless, hardened, mpdp, client_held, baselines
+from fedveil.schemes import server_held, mpdp, client_held, baselines
 
 __all__ = [
     "SchemeInfo",
@@ -10,13 +10,10 @@ __all__ = [
     "assemble",
     "baselines",
     "client_held",
-    "fedavg",
     "find",
-    "hardened",
     "info_of",
-    "lossless",
     "mpdp",
-    "noised",
     "scheme",
     "schemes",
+    "server_held",
 ]

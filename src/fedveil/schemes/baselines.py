@@ -11,8 +11,6 @@ from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.client_held import dp_fedavg
-from fedveil.schemes.fedavg import fedavg
-from fedveil.schemes.hardened import veil_secagg
 from fedveil.schemes.options import (
     AdaptiveOptions,
     DpOptions,
@@ -22,6 +20,7 @@ from fedveil.schemes.options import (
     MaskOptions,
 )
 from fedveil.schemes.registry import Setting, scheme
+from fedveil.schemes.server_held import fedavg, veil_secagg
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.lwe import WORD_BITS, LweMasked
 from fedveil.uplink.noise_plan import NoisePlan

@@ -15,8 +15,7 @@ from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import AssumedBudget, AssumedPairOptions, GroupedHeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
-from fedveil.uplink.central import AssumedCentral
-from fedveil.uplink.plain import Bare
+from fedveil.uplink.plain import AssumedCentral, Bare
 from fedveil.work.gradients import Gradients
 
 _FORMULAS = {

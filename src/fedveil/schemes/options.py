@@ -23,9 +23,8 @@ from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
 from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.uplink.unmasking import Quorum
-from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Schedule
-from fedveil.work.clipping import ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
+from fedveil.work.clipping import AdaptiveClip, ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 

@@ -11,8 +11,7 @@ from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
 from fedveil.secrets import SecretSource
 from fedveil.tensors import STATISTICS_CUT, statistics_in
-from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid import add_noise, grid_of
+from fedveil.uplink.grid import FixedPoint, add_noise, grid_of
 from fedveil.uplink.noise_plan import NoisePlan
 
 _PAIR = "pair noise"

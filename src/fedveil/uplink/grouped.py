@@ -14,7 +14,7 @@ run's folder). Then a round's group is what of it is in the round's cohort:
 Where the server reads every upload there is nothing to solve for, and groups are drawn anew every round.
 
 To the uplink inside, a group is a cohort of its own: it masks, drops out and is opened by itself, and a group that
-cannot be opened is left out. What the server then does with the groups' means is in `protocol/trimming.py`.
+cannot be opened is left out. What the server then does with the groups' means is in `protocol/plausible.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext, Scheme, Summing, Terms, Uplink
 from fedveil.protocol.phases import Ask, Gathered
-from fedveil.protocol.trimming import FEWEST_GROUPS
+from fedveil.protocol.plausible import FEWEST_GROUPS
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import split

@@ -40,8 +40,7 @@ from fedveil.protocol.parts import RoundContext, Terms
 from fedveil.secrets import SecretSource
 from fedveil.shapes import octets, words
 from fedveil.tensors import Layout
-from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid import FINEST
+from fedveil.uplink.grid import FINEST, FixedPoint
 from fedveil.uplink.grid_noise import add_residual
 from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
 from fedveil.uplink.unmasking import Evidence, MaskedSum, MaskedUpload, Revealed
@@ -61,7 +60,7 @@ def most_bits(dimension: int) -> float:
 
 @lru_cache(maxsize=4)  # simulated clients multiply by the same
 def _block(seed: bytes, number: int, rows: int, dimension: int) -> Words32:
-    from fedveil.crypto.streams import add_mask
+    from fedveil.crypto.keys import add_mask
 
     drawn = np.zeros(rows * dimension // 2, dtype=np.uint64)
     add_mask(drawn, hashlib.sha256(b"fedveil lwe matrix 1" + seed + number.to_bytes(8, "big")).digest())

@@ -49,7 +49,6 @@ from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
-from fedveil.uplink.fixed_point import FixedPoint, check_value_range
 from fedveil.uplink.graph import (
     COLLUSION,
     LEAST_BITS,
@@ -60,6 +59,7 @@ from fedveil.uplink.graph import (
     surrounded_bits,
     withstood,
 )
+from fedveil.uplink.grid import FixedPoint, check_value_range
 from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.unmasking import (
@@ -372,7 +372,7 @@ class Masked(Uplink):
 
         Masks cancel only between clients that saw the same graph and were told the same `transcript`.
         """
-        from fedveil.crypto.streams import add_mask
+        from fedveil.crypto.keys import add_mask
 
         state = replace(state, cohort=context.cohort, graph=context.graph_seed().hex(), transcript=transcript.hex())
         client, label = state.client, _label(state, context.round, context.attempt)
@@ -455,7 +455,7 @@ class Masked(Uplink):
 
     def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
         """The mask of a pair."""
-        from fedveil.crypto.streams import add_mask
+        from fedveil.crypto.keys import add_mask
 
         if peer not in self.graph(context).neighbours(state.client):
             return None

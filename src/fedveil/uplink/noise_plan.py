@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError, ProtocolError, spelled, unknown_name
+from fedveil.ledger.accountant import affordable_rounds, check_decay
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, worst_collusion
 from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
-from fedveil.ledger.schedule import affordable_rounds, check_decay
 from fedveil.ledger.sparse import Circle, least_circle
 from fedveil.uplink.graph import Graph, circulant, complete, covering_graph, default_degree
 from fedveil.uplink.grid import check_pairs, rounding_of

@@ -31,8 +31,8 @@ from fedveil.protocol.plausible import clipped_part, upload_reach
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
 from fedveil.tensors import Layout, statistics_in
-from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.graph import Graph
+from fedveil.uplink.grid import FixedPoint
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed
 from fedveil.uplink.noise_plan import NoisePlan, noise_graph
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from fedveil.downlink import client_noise
 from fedveil.errors import ConfigError, ProtocolError, spelled, unknown_name
 from fedveil.ledger import caveats
+from fedveil.ledger.accountant import composed_pure_epsilon
 from fedveil.ledger.caveats import RunFacts
-from fedveil.ledger.pure import composed_pure_epsilon
 from fedveil.ledger.releases import Caveats, Cover, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
@@ -214,7 +214,7 @@ def _gradient_size(layout: Layout) -> int:
 
 def _uniforms(seed: bytes, count: int) -> Floats:
     """Numbers between 0 and 1, neither of them included."""
-    from fedveil.crypto.streams import WordStream  # training in memory does not need `cryptography`
+    from fedveil.crypto.keys import WordStream  # training in memory does not need `cryptography`
 
     stream = WordStream(seed)
     drawn = [stream.take(min(_CHUNK, count - start)) >> np.uint64(12) for start in range(0, count, _CHUNK)]

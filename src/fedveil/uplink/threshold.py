@@ -59,8 +59,8 @@ from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import Sizes, clients, counts, octets
 from fedveil.tensors import Layout
-from fedveil.uplink.fixed_point import FixedPoint, check_value_range
 from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.grid import FixedPoint, check_value_range
 from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.noise_plan import NoisePlan, dishonest, smallest_sum
 from fedveil.uplink.unmasking import packed, unpacked

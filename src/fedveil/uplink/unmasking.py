@@ -42,8 +42,8 @@ from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Inbox
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Sizes, clients, counts, octets, words
-from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.graph import Graph, threshold
+from fedveil.uplink.grid import FixedPoint
 
 SHARE_BYTES = 33
 """The length of one share."""
@@ -446,7 +446,7 @@ class MaskedSum(Inbox[Any]):
 
     def words(self) -> NDArray[np.uint64]:
         """The same modulo 2⁶⁴."""
-        from fedveil.crypto.streams import add_mask
+        from fedveil.crypto.keys import add_mask
 
         if not self.opened:
             self._read_revelations()

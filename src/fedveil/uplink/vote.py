@@ -105,7 +105,7 @@ def random_choice(size: int, count: int, *, seed: bytes) -> Tensor:
     Indices are drawn until `count` different ones have come up; above one half, those to leave out are.
     """
     # Training in memory must not need the package behind this.
-    from fedveil.crypto.streams import WordStream
+    from fedveil.crypto.keys import WordStream
 
     _check_count(count, size)
     stream = WordStream(seed)

@@ -20,12 +20,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedveil.captured import recorded
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.tensors import LARGEST
-from fedveil.work.augmentation import PictureAugmentation
-from fedveil.work.batches import Batches, descend, has_random_layers
+from fedveil.tensors import LARGEST, recorded
+from fedveil.work.batches import Batches, PictureAugmentation, descend, has_random_layers
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace, prepare
 

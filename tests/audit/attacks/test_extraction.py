@@ -18,7 +18,7 @@ from fedveil.audit.attacks.extraction import calibration_attack as calibration
 from fedveil.audit.attacks.extraction import probe_attack as probe
 from fedveil.audit.attacks.extraction import received_attack as received
 from fedveil.audit.record import client_view, server_view
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes, weights_by_name
 from fedveil.downlink.architecture import assemble
 from fedveil.errors import ConfigError, DataError, NotApplicableError

@@ -17,9 +17,9 @@ from fedveil.audit.attacks.generative import (
     LatentSearch,
     class_inversion,
     generative,
+    train_prior,
 )
 from fedveil.audit.attacks.membership import Criterion
-from fedveil.audit.attacks.prior import train_prior
 from fedveil.audit.metrics import Estimate, assignment, attack_success, knn_distance, psnr, random_level
 from fedveil.errors import ConfigError, DataError
 

@@ -15,12 +15,12 @@ from audit.attacks.digit_runs import Run, digits_run
 from audit.attacks.reading import PICTURES, QUICK, batch_of, decibels, run_of, tried
 from audit.learned import DIGITS, JUDGES, PUBLIC, blind_level, digits_judge, digits_prior, generator
 from fedveil.audit.attacks import generative as module
+from fedveil.audit.attacks.generative import SMALLEST_SIDE, Prior
 from fedveil.audit.attacks.generative import class_inversion_attack as class_inversion
 from fedveil.audit.attacks.generative import generative_attack as generative
-from fedveil.audit.attacks.prior import SMALLEST_SIDE, Prior
 from fedveil.audit.metrics import Estimate, attack_success
 from fedveil.audit.record import server_view
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import ServerView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

@@ -20,7 +20,7 @@ from fedveil.audit.attacks.membership import LAYERS
 from fedveil.audit.attacks.membership import membership_attack as membership
 from fedveil.audit.attacks.membership import membership_layers_attack as membership_layers
 from fedveil.audit.metrics import area_under_curve, success_rate
-from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.running import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

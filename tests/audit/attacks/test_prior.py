@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from audit.learned import DIGITS, digits_judge, digits_prior, generator
-from fedveil.audit.attacks.prior import Lessons, Prior, train_prior
+from fedveil.audit.attacks.generative import Lessons, Prior, train_prior
 from fedveil.audit.metrics import psnr
 from fedveil.errors import DataError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedveil.crypto import ckks
+from fedveil.crypto import ciphertexts, ckks
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +17,13 @@ def key() -> ckks.SecretKey:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    ckks.set_workers(1)
+    ciphertexts.set_workers(1)
     yield
-    ckks.set_workers(None)
+    ciphertexts.set_workers(None)
 
 
 @pytest.fixture
 def two() -> Iterator[None]:
-    ckks.set_workers(2)
+    ciphertexts.set_workers(2)
     yield
-    ckks.set_workers(None)
+    ciphertexts.set_workers(None)

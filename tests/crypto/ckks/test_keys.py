@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fedveil.crypto import ckks
-from fedveil.crypto.ckks import keys
 from fedveil.errors import ProtocolError
 
 
@@ -84,28 +83,28 @@ def _kind(key: ckks.SecretKey, kind: str):
 
 def test_forged_keys_with_a_right_checksum_are_refused(key: ckks.SecretKey) -> None:
     """Whoever makes the bytes can compute the checksum too."""
-    body = keys._packed(key.parameters)
+    body = ckks._packed(key.parameters)
     public = key.public_bytes()
     weak = bytearray(body)
-    weak[keys._FIELDS.size] = 60  # 60 + 55 bits
-    other = keys._packed(ckks.choose(addends=10, largest=1e-3))
+    weak[ckks._FIELDS.size] = 60  # 60 + 55 bits
+    other = ckks._packed(ckks.choose(addends=10, largest=1e-3))
     stranger = ckks.generate(key.parameters).material.serialized
-    length = keys._LENGTH.pack(len(public))
+    length = ckks._LENGTH.pack(len(public))
     forged = {
-        "too short": keys._sealed(keys._PUBLIC, body[:9]),
-        "below 128-bit": keys._sealed(keys._PUBLIC, bytes(weak) + key.public.material.serialized),
-        "other parameters than it says": keys._sealed(keys._PUBLIC, other + key.public.material.serialized),
-        "was refused": keys._sealed(keys._PUBLIC, body + os.urandom(500)),
-        "does not encrypt": keys._sealed(keys._PUBLIC, body + key.material.serialized),
+        "too short": ckks._sealed(ckks._PUBLIC, body[:9]),
+        "below 128-bit": ckks._sealed(ckks._PUBLIC, bytes(weak) + key.public.material.serialized),
+        "other parameters than it says": ckks._sealed(ckks._PUBLIC, other + key.public.material.serialized),
+        "was refused": ckks._sealed(ckks._PUBLIC, body + os.urandom(500)),
+        "does not encrypt": ckks._sealed(ckks._PUBLIC, body + key.material.serialized),
     }
     for words, content in forged.items():
         with pytest.raises(ProtocolError, match=words):
             ckks.PublicKey.from_bytes(content)
     for words, content in {
-        "too short": keys._sealed(keys._SECRET, b"\0"),
-        "not a CKKS public key": keys._sealed(keys._SECRET, keys._LENGTH.pack(0)),
-        "was refused": keys._sealed(keys._SECRET, length + public),
-        "does not belong": keys._sealed(keys._SECRET, length + public + stranger),
+        "too short": ckks._sealed(ckks._SECRET, b"\0"),
+        "not a CKKS public key": ckks._sealed(ckks._SECRET, ckks._LENGTH.pack(0)),
+        "was refused": ckks._sealed(ckks._SECRET, length + public),
+        "does not belong": ckks._sealed(ckks._SECRET, length + public + stranger),
     }.items():
         with pytest.raises(ProtocolError, match=words):
             ckks.SecretKey.from_bytes(content)

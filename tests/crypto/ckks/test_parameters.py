@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.crypto.ckks import PRECISION, ROUNDED, Parameters, choose
-from fedveil.crypto.ckks.ring import MODULUS_BITS
+from fedveil.crypto.ckks import MODULUS_BITS, PRECISION, ROUNDED, Parameters, choose
 from fedveil.errors import ConfigError
 
 GOOD = {"degree": 4096, "moduli": (54, 55), "scale_bits": 40, "addends": 10, "largest": 1.0}

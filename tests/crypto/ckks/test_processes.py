@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from fedveil.crypto import ciphertexts, ckks
-from fedveil.crypto.ckks import vectors
 from fedveil.errors import ConfigError, ProtocolError
 
 LENGTH = 40 * 2048 + 5
@@ -53,7 +52,7 @@ def test_workers_read_what_this_process_wrote_and_the_other_way_round(
     values = drawn()
     shared = ckks.encrypt(values, key.public)
     read_by_both = ckks.decrypt(shared, key)
-    ckks.set_workers(1)
+    ciphertexts.set_workers(1)
     assert ckks.decrypt(shared, key).tobytes() == read_by_both.tobytes()
     assert ckks.decrypt(ckks.encrypt(values, key.public), key).tobytes() == read_by_both.tobytes()
     assert np.abs(read_by_both - values).max() <= 1e-6
@@ -123,11 +122,11 @@ def test_a_worker_killed_at_work_loses_nothing(
 def test_a_ciphertext_that_a_worker_refuses_is_refused_and_the_worker_goes_on(key: ckks.SecretKey) -> None:
     pid = started(key)
     sealed = ckks.encrypt(drawn(), key.public)
-    summary, parts = vectors.unpack(sealed, key_id=key.key_id, length=None, slots=2048)
+    summary, parts = ckks.unpack(sealed, key_id=key.key_id, length=None, slots=2048)
     # The first ten go to the worker, which waits; this process begins behind them.
     damaged = [*parts[:5], bytes(parts[5][:9000]) + bytes(90) + bytes(parts[5][9090:]), *parts[6:]]
     with pytest.raises(ProtocolError, match="was refused"):
-        ckks.decrypt(vectors.pack(summary, damaged), key)
+        ckks.decrypt(ckks.pack(summary, damaged), key)
     assert ciphertexts._idle[-1].pid == pid
     assert np.abs(ckks.decrypt(sealed, key) - drawn()).max() <= 1e-6
 
@@ -176,12 +175,12 @@ def test_threads_may_encrypt_at_once(key: ckks.SecretKey) -> None:
 
 
 def test_fewer_workers_means_that_the_others_end(key: ckks.SecretKey) -> None:
-    ckks.set_workers(2)
+    ciphertexts.set_workers(2)
     pid = started(key)
-    ckks.set_workers(1)
+    ciphertexts.set_workers(1)
     assert not ciphertexts._idle
     assert gone(pid)
-    ckks.set_workers(None)
+    ciphertexts.set_workers(None)
 
 
 @pytest.mark.usefixtures("two")
@@ -194,22 +193,22 @@ def test_short_vectors_stay_in_this_process(key: ckks.SecretKey) -> None:
 def test_the_number_of_workers_is_set_by_call_by_variable_or_by_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ciphertexts.VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
-    assert ckks.workers() == 3
+    assert ciphertexts.workers() == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    assert ckks.workers() == 8
+    assert ciphertexts.workers() == 8
     monkeypatch.setenv(ciphertexts.VARIABLE, "12")
-    assert ckks.workers() == 12
-    ckks.set_workers(5)
-    assert ckks.workers() == 5
-    ckks.set_workers(None)
-    assert ckks.workers() == 12
+    assert ciphertexts.workers() == 12
+    ciphertexts.set_workers(5)
+    assert ciphertexts.workers() == 5
+    ciphertexts.set_workers(None)
+    assert ciphertexts.workers() == 12
     for wrong in ("0", "two", "-1", "1.5"):
         monkeypatch.setenv(ciphertexts.VARIABLE, wrong)
         with pytest.raises(ConfigError, match=f"FEDVEIL_WORKERS must be a whole number .* not '{wrong}'"):
-            ckks.workers()
+            ciphertexts.workers()
     monkeypatch.delenv(ciphertexts.VARIABLE)
     with pytest.raises(ConfigError, match="At least one process"):
-        ckks.set_workers(0)
+        ciphertexts.set_workers(0)
 
 
 SCRIPT = """

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fedveil.crypto import ciphertexts, ckks
-from fedveil.crypto.ckks import vectors
-from fedveil.crypto.ckks.vectors import Summary
+from fedveil.crypto.ckks import Summary
 from fedveil.errors import NumericError, ProtocolError
 
 LENGTHS = [0, 1, 2047, 2048, 2049, 5000, 100_000]
@@ -151,13 +150,13 @@ def test_tenseal_never_prints(key: ckks.SecretKey, capfd: pytest.CaptureFixture[
 def refusals(key: ckks.SecretKey) -> dict[str, bytes]:
     """Words of the refusal → an encrypted vector of 3000 values that must be refused with them."""
     good = ckks.encrypt(drawn(3000), key.public)
-    summary, (first, second) = vectors.unpack(good, key_id=key.key_id, length=3000, slots=2048)
+    summary, (first, second) = ckks.unpack(good, key_id=key.key_id, length=3000, slots=2048)
     flipped, header = bytearray(good), bytearray(good)
     flipped[20_000] ^= 4
     header[17] ^= 4  # the vector's length
     stranger = ckks.generate(key.parameters)
     coarse = ckks.generate(ckks.Parameters(4096, (54, 55), 40, 10, 2.0))
-    other_scale = bytes(vectors.unpack(ckks.encrypt(drawn(3000), coarse.public), key_id=coarse.key_id, length=None,
+    other_scale = bytes(ckks.unpack(ckks.encrypt(drawn(3000), coarse.public), key_id=coarse.key_id, length=None,
                                      slots=2048)[1][0])  # fmt: skip
     end = len(first) - 8
     return {
@@ -170,13 +169,13 @@ def refusals(key: ckks.SecretKey) -> dict[str, bytes]:
         "holds 3004 values, where 3000 are expected": bytes(header),
         f"belongs to the key {stranger.key_id.hex()}": ckks.encrypt(drawn(3000), stranger.public),
         "holds 2999 values, where 3000": ckks.encrypt(drawn(2999), key.public),
-        "sum of nothing": vectors.pack(Summary(key.key_id, 3000, 0), [first, second]),
-        "3000 values has 1 ciphertexts": vectors.pack(summary, [first]),
-        "not one ciphertext of 952 values": vectors.pack(summary, [first, first]),
-        "not one ciphertext of 2048 values": vectors.pack(summary, [second, second]),
-        "not one ciphertext of 2048": vectors.pack(summary, [other_scale, second]),
-        "made with other parameters": vectors.pack(summary, [other_scale[:-8] + bytes(first[end:]), second]),
-        "was refused": vectors.pack(summary, [bytes(first[:9000]) + bytes(90) + bytes(first[9090:]), second]),
+        "sum of nothing": ckks.pack(Summary(key.key_id, 3000, 0), [first, second]),
+        "3000 values has 1 ciphertexts": ckks.pack(summary, [first]),
+        "not one ciphertext of 952 values": ckks.pack(summary, [first, first]),
+        "not one ciphertext of 2048 values": ckks.pack(summary, [second, second]),
+        "not one ciphertext of 2048": ckks.pack(summary, [other_scale, second]),
+        "made with other parameters": ckks.pack(summary, [other_scale[:-8] + bytes(first[end:]), second]),
+        "was refused": ckks.pack(summary, [bytes(first[:9000]) + bytes(90) + bytes(first[9090:]), second]),
     }
 
 
@@ -209,13 +208,13 @@ def test_a_first_vector_that_is_refused_leaves_no_sum(key: ckks.SecretKey) -> No
 )
 def test_sizes_that_tenseal_would_read_past_its_memory_for_are_refused(key: ckks.SecretKey, sizes: bytes) -> None:
     good = ckks.encrypt(drawn(2048), key.public)
-    summary, (chunk,) = vectors.unpack(good, key_id=key.key_id, length=2048, slots=2048)
+    summary, (chunk,) = ckks.unpack(good, key_id=key.key_id, length=2048, slots=2048)
     assert bytes(chunk[:4]) == b"\x0a\x02\x80\x10"
     forged = b"\x0a" + sizes + bytes(chunk[4:])
     appended = bytes(chunk) + b"\x0a\x01\x01"
     short = [bytes(chunk[:4]) + b"\x12" + bytes(filler) + bytes(chunk[-9:]) for filler in range(4)]
     for content in (forged, appended, b"", bytes(chunk[:3]), *short):
-        packed = vectors.pack(summary, [content])
+        packed = ckks.pack(summary, [content])
         with pytest.raises(ProtocolError, match="not one ciphertext of 2048 values"):
             ckks.decrypt(packed, key)
         with pytest.raises(ProtocolError, match="not one ciphertext of 2048 values"):
@@ -224,13 +223,13 @@ def test_sizes_that_tenseal_would_read_past_its_memory_for_are_refused(key: ckks
 
 def test_random_damage_behind_a_right_checksum_never_shows_an_error_of_tenseals(key: ckks.SecretKey) -> None:
     good = ckks.encrypt(drawn(2048), key.public)
-    summary, (chunk,) = vectors.unpack(good, key_id=key.key_id, length=2048, slots=2048)
+    summary, (chunk,) = ckks.unpack(good, key_id=key.key_id, length=2048, slots=2048)
     random = np.random.default_rng(0)
     refused = 0
     for end in [20] * 50 + [200] * 50 + [len(chunk)] * 50:
         damaged = bytearray(chunk)
         damaged[random.integers(end)] ^= 1 << random.integers(8)
-        packed = vectors.pack(summary, [bytes(damaged[: random.choice([end, len(chunk)])])])
+        packed = ckks.pack(summary, [bytes(damaged[: random.choice([end, len(chunk)])])])
         for use in (lambda: ckks.Adder(key.public, length=2048).add(packed), lambda: ckks.decrypt(packed, key)):
             try:
                 use()
@@ -244,23 +243,23 @@ def test_an_addition_that_fails_halfway_is_taken_back(key: ckks.SecretKey) -> No
     adder = ckks.Adder(key.public, length=3000)
     values = drawn(3000)
     adder.add(ckks.encrypt(values, key.public))
-    whole = vectors.unpack(adder.total(), key_id=key.key_id, length=3000, slots=2048)[1]
+    whole = ckks.unpack(adder.total(), key_id=key.key_id, length=3000, slots=2048)[1]
     second = ciphertexts.load(key.public.material.context, bytes(whole[1]), size=952, level=key.public.level)
     second.neg_()
-    first = vectors.unpack(ckks.encrypt(np.ones(3000), key.public), key_id=key.key_id, length=3000, slots=2048)[1][0]
+    first = ckks.unpack(ckks.encrypt(np.ones(3000), key.public), key_id=key.key_id, length=3000, slots=2048)[1][0]
     with pytest.raises(ProtocolError, match="transparent"):
-        adder.add(vectors.pack(Summary(key.key_id, 3000, 1), [first, second.serialize()]))
+        adder.add(ckks.pack(Summary(key.key_id, 3000, 1), [first, second.serialize()]))
     assert np.abs(ckks.decrypt(adder.total(), key) - values).max() <= 1e-6
 
 
 def test_a_vector_that_is_not_encrypted_at_all_is_refused(key: ckks.SecretKey) -> None:
     content = ckks.encrypt(np.ones(3), key.public)
-    parts = vectors.unpack(content, key_id=key.key_id, length=3, slots=2048)[1]
+    parts = ckks.unpack(content, key_id=key.key_id, length=3, slots=2048)[1]
     open_to_all = ciphertexts.load(key.public.material.context, bytes(parts[0]), size=3, level=key.public.level)
     with pytest.raises(RuntimeError, match="transparent"):
         open_to_all.sub_(open_to_all)
     with pytest.raises(ProtocolError, match="anybody could read it"):
-        ckks.Adder(key.public, length=3).add(vectors.pack(Summary(key.key_id, 3, 1), [open_to_all.serialize()]))
+        ckks.Adder(key.public, length=3).add(ckks.pack(Summary(key.key_id, 3, 1), [open_to_all.serialize()]))
 
 
 def test_a_sum_that_cannot_be_one_is_refused(key: ckks.SecretKey) -> None:
@@ -268,11 +267,11 @@ def test_a_sum_that_cannot_be_one_is_refused(key: ckks.SecretKey) -> None:
     adder = ckks.Adder(key.public, length=3)
     adder.add(one)
     adder.add(one)
-    parts = vectors.unpack(adder.total(), key_id=key.key_id, length=3, slots=2048)[1]
+    parts = ckks.unpack(adder.total(), key_id=key.key_id, length=3, slots=2048)[1]
     with pytest.raises(ProtocolError, match="values beyond 2"):
-        ckks.decrypt(vectors.pack(Summary(key.key_id, 3, 1), parts), key)
+        ckks.decrypt(ckks.pack(Summary(key.key_id, 3, 1), parts), key)
     with pytest.raises(ProtocolError, match="sum of 11 vectors"):
-        ckks.decrypt(vectors.pack(Summary(key.key_id, 3, 11), parts), key)
+        ckks.decrypt(ckks.pack(Summary(key.key_id, 3, 11), parts), key)
 
 
 def test_a_header_with_absurd_numbers_is_refused_before_memory_is_taken(key: ckks.SecretKey) -> None:
