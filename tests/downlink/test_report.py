@@ -92,6 +92,24 @@ def test_too_little_cover_stops_and_names_parameters_and_operations() -> None:
     assert "--family" not in str(caught.value)
 
 
+def test_a_public_tensor_that_tells_channels_apart_is_named_with_its_line() -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 3)
+            self.register_buffer("weights", torch.linspace(0.5, 1.5, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.sigmoid(self.first(x) * self.weights))  # type: ignore[no-any-return]
+
+    net = Weighed().double()
+    architecture, _ = draw(net, torch.randn(2, 6, dtype=torch.float64), traced=True, family="signed")
+    assert architecture.table is not None
+    found = coverage(architecture.table, head_noise=False)
+    with pytest.raises(TraceError, match=r"mul at .*test_report\.py.*a public tensor tells channels apart"):
+        require_coverage(found, minimum=1.0)
+
+
 @pytest.mark.parametrize("norm", ["batch", "layer", "group"])
 def test_a_public_epsilon_lowers_the_cover(norm: str) -> None:
     architecture, _ = traced(mlp(norm=norm), 6)

@@ -31,7 +31,7 @@ from fedveil.downlink.rules import (
     registering,
     weighted,
 )
-from fedveil.downlink.scales import Edge, ParameterRef, Tracing, along, level, place
+from fedveil.downlink.scales import Edge, ParameterRef, Pin, Tracing, along, level, place
 from fedveil.downlink.slots import Heads, SlotSet
 from fedveil.downlink.symmetry import ISOMETRY, POSITIVE, SPARSE, UNIT
 
@@ -238,6 +238,9 @@ def product(tracing: Tracing, out: Tensor, input: object, other: object) -> Tens
             if dims:
                 slots.limit(kept, SPARSE)
                 slots.distinguish(kept, dims)
+                tracing.pins.append(
+                    Pin("mul", tracing.spot, "a public tensor tells channels apart: they keep their order")
+                )
             return kept
     return slots.product(ids, second)
 
