@@ -277,6 +277,13 @@ def test_noise_is_sized_for_the_honest_clients_of_the_smallest_sum(collusion: fl
     assert layout.residual == pytest.approx([2.0**2 / mu2 / left] * 10, rel=1e-4)
 
 
+def test_noise_that_slots_would_cut_off_within_its_tail_is_refused() -> None:
+    """The first round's is so wide that words hold the sum's, but slots would cut a client's at ten deviations."""
+    wide = small("tp-smc", clients=40, rounds=3, epsilon=8e-6, noise_decay=0.005)
+    with pytest.raises(ConfigError, match="do not fit slots"):
+        trained(wide)
+
+
 def test_ledgers_say_what_is_proven_and_by_whom_it_is_opened() -> None:
     ledgers = {name: PrivacyJournal(small(name)).ledger() for name in NAMES}
     assert {line.verdict for line in ledgers["tp-smc"].lines} == {"differential privacy"}

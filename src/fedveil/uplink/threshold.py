@@ -261,7 +261,12 @@ class ThresholdPaillier(Uplink):
         codec, layout = gridded(self.noise, context, terms), planned(self.noise, context, terms.work)
         largest = max(context.samples()) * max(1.0, bounded(terms.work).largest)
         reach = largest + _TAIL * math.sqrt(float(layout.residual.max(initial=0.0)))
-        return codec, Packing(math.ceil(min(reach, codec.range) / codec.step), size, self.key_bits)
+        if reach > codec.range:  # cut off earlier, noise would no longer be what is counted on in the sum
+            raise ConfigError(
+                f"Numbers of up to {largest:g} and their noise, together {reach:.2g}, do not fit slots for {size} "
+                "clients. Raise clip or epsilon, or lower the number of clients a round."
+            )
+        return codec, Packing(math.ceil(reach / codec.step), size, self.key_bits)
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Refuse a round without this client, without its share, or whose sample counts are not vouched for."""
