@@ -17,7 +17,8 @@ the round it answered; `revealed`, since it decrypts once for a round: a second 
 
 What it refuses: a second share in a run, or a modulus other than its dealer's; to decrypt twice, for a round that it
 has not answered last, for a sum without itself or of strangers, for a sum of too few, more or fewer numbers than it
-sent, and what is no ciphertext. What it cannot check is whether the product is that of the uploads: this is the server's word.
+sent, and what is no ciphertext. What it cannot check is whether the product is that of the uploads: this is the
+server's word.
 
 With c of n clients on the server's side, t = n − c are honest: c + 1 shares decrypt, which those c have not; and sums
 are of at least max(t, c + 2), so that two honest clients are in each (`noise_plan.smallest_sum`).
