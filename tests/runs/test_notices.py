@@ -158,6 +158,12 @@ def test_masks_that_tolerate_no_absence_are_told_of_before_the_start(clients: in
     assert all("From 5 clients on, one may be missing" in text for text in warned)
 
 
+def test_where_no_number_of_clients_tolerates_an_absence_none_is_named() -> None:
+    """Sums that clients decrypt are of all of them where none sides with the server."""
+    (warned,) = [text for text in preflight(job(scheme="tp-smc", collusion=0.0)) if "tolerate no absence" in text]
+    assert "may be missing" not in warned
+
+
 @pytest.mark.parametrize(
     ("width", "activation", "forms"), [(2, nn.GELU, "2"), (9, nn.GELU, "362,880"), (10, nn.GELU, ""), (2, nn.ReLU, "")]
 )

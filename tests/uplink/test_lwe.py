@@ -20,7 +20,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.schemes.options import MaskOptions
 from fedveil.uplink.grid_noise import gridded
-from fedveil.uplink.lwe import LweMasked, LweUpload, most_bits, times_matrix
+from fedveil.uplink.lwe import LweMasked, LweSum, LweUpload, most_bits, times_matrix
 
 Q = 1 << 32
 
@@ -83,6 +83,20 @@ def test_an_upload_is_four_bytes_a_number_and_eight_of_the_secret() -> None:
     every = np.concatenate([said.hidden.numpy().ravel() for said in sent])
     counts = np.bincount(every, minlength=256)
     assert float(((counts - len(every) / 256) ** 2).sum() / (len(every) / 256)) < 370
+
+
+def test_the_opened_sum_of_secrets_has_no_carries_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five secrets below 2³² a sum of which more is known than modulo 2³² would narrow each of them down."""
+    opened, total = [], LweSum.total
+
+    def keep(one: LweSum) -> Any:
+        opened.append(one.words() >> np.uint64(32))
+        return total(one)
+
+    monkeypatch.setattr(LweSum, "total", keep)
+    trained(small(rounds=1))
+    # 1,024 uniform words: the mean is off by more than 0.05 of the range with a chance of 3·10⁻⁸.
+    assert abs(float(opened[0].astype(np.float64).mean()) / Q - 0.5) < 0.05
 
 
 def test_who_is_missing_is_in_neither_sum() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from federation import job, next_ask, same_bits, server_of, trained
 from fedveil import schemes
+from fedveil.crypto.paillier import fresh_primes
 from fedveil.engine import LocalEngine
 from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.protocol.client_state import ClientState
@@ -19,6 +21,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.schemes.options import MaskOptions
+from fedveil.secrets import SecretStream
 from fedveil.uplink.noise_plan import NoisePlan, Target
 from fedveil.uplink.threshold import Deal, Decrypt, Decrypted, EncryptedUpload, Taken, TakeShare, ThresholdPaillier
 
@@ -199,6 +202,22 @@ def test_a_client_changes_over_to_no_other_key_and_deals_none_but_its_own(
         role.handle(stranger, TakeShare(1, torch.zeros(32, dtype=torch.uint8)), one.pool.clients[0])
 
 
+def test_a_server_that_relays_a_share_with_a_modulus_of_its_own_is_refused() -> None:
+    """It knows the factors of its own, and would read single uploads: shares are sealed for the dealer's modulus."""
+    one = small("tp-smc", rounds=1)
+    engine, steps = LocalEngine(client_role(one), one.pool), server_of(one).run()
+    ask = next_ask(steps)
+    while not isinstance(ask.common, TakeShare):
+        ask = next_ask(steps, engine.gather(ask))
+    client = ask.to[0]
+    primes = fresh_primes(256, SecretStream(bytes(32)))
+    own = torch.tensor(list(math.prod(primes).to_bytes(32, "big")), dtype=torch.uint8)
+    told = (engine.state_of(client), one.pool.clients[client], ask.each[client])
+    with pytest.raises(ProtocolError, match="sealed under another key"):
+        client_role(one).handle(told[0], replace(ask.common, public=own), *told[1:])
+    assert isinstance(client_role(one).handle(told[0], ask.common, *told[1:])[1], Taken)
+
+
 def test_who_comes_later_is_dealt_a_share_of_the_same_key() -> None:
     """Every tenth round latecomers are let in: client 4 answers from the eleventh on."""
     count = 0
@@ -256,6 +275,13 @@ def test_noise_is_sized_for_the_honest_clients_of_the_smallest_sum(collusion: fl
     left = {10: 9, 5: 2, 2: 2}[honest]  # the smallest sum less who colludes, of whom there is always counted one
     mu2 = plan.target.mu**2 / 4
     assert layout.residual == pytest.approx([2.0**2 / mu2 / left] * 10, rel=1e-4)
+
+
+def test_noise_that_slots_would_cut_off_within_its_tail_is_refused() -> None:
+    """The first round's is so wide that words hold the sum's, but slots would cut a client's at ten deviations."""
+    wide = small("tp-smc", clients=40, rounds=3, epsilon=8e-6, noise_decay=0.005)
+    with pytest.raises(ConfigError, match="do not fit slots"):
+        trained(wide)
 
 
 def test_ledgers_say_what_is_proven_and_by_whom_it_is_opened() -> None:

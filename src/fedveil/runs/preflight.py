@@ -77,11 +77,12 @@ def _absences(job: Job) -> str:
     members = job.cohort.size
     if job.scheme.uplink.absences(members) != 0:
         return ""
-    enough = next(count for count in range(members, 4 * members) if job.scheme.uplink.absences(count))
-    return (
-        f"{members} clients under masks tolerate no absence: a round in which one is missing fails, and ten such in a "
-        f"row end the run. From {enough} clients on, one may be missing."
+    said = (
+        f"{members} clients of whom only sums are opened tolerate no absence: a round in which one is missing fails, "
+        "and ten such in a row end the run."
     )
+    enough = next((count for count in range(members, 4 * members) if job.scheme.uplink.absences(count)), None)
+    return said if enough is None else f"{said} From {enough} clients on, one may be missing."
 
 
 def _check_backward(job: Job) -> float:

@@ -119,10 +119,11 @@ class LweMasked(Masked):
         numbers = self.codec(context, terms).encode(vector)[:-1]
         add_residual(numbers, state.client, self.noise, context, terms, secrets=secrets)
         stream = secrets.stream("lwe secret", state.client, context.round, context.attempt)
-        secret = np.frombuffer(stream.bytes(4 * self.dimension), dtype="<u4").astype(np.uint32)
+        # Sums of secrets open modulo 2⁶⁴: with their upper halves random, too, they say nothing beyond Σ s modulo 2³².
+        secret = np.frombuffer(stream.bytes(8 * self.dimension), dtype="<u8").astype(np.uint64)
         behind = numbers.astype(np.uint32)  # modulo 2³²
-        behind += times_matrix(secret, seed=context.graph_seed(), rows=len(behind))
-        state, masked = self.cover(state, secret.astype(np.uint64), context, secrets=secrets)
+        behind += times_matrix(secret.astype(np.uint32), seed=context.graph_seed(), rows=len(behind))
+        state, masked = self.cover(state, secret, context, secrets=secrets)
         hidden = from_bytes(behind.astype("<u4").tobytes()).reshape(-1, WORD_BITS // 8)
         parts = (masked.payload, masked.holders, masked.lengths, masked.bundles, hidden)
         return state, LweUpload(state.client, context.round, context.attempt, *parts)

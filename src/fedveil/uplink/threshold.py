@@ -15,9 +15,10 @@ A round, after `Train`
 What a client remembers (`ClientState`): `share`, its part of the key and how many ciphertexts it has sent; `cohort`, of
 the round it answered; `revealed`, since it decrypts once for a round: a second product could open a single upload.
 
-What it refuses: a second share in a run, or a modulus of another length; to decrypt twice, for a round that it has not
-answered last, for a sum without itself or of strangers, for a sum of too few, more or fewer numbers than it sent, and
-what is no ciphertext. What it cannot check is whether the product is that of the uploads: this is the server's word.
+What it refuses: a second share in a run, or a modulus other than its dealer's; to decrypt twice, for a round that it
+has not answered last, for a sum without itself or of strangers, for a sum of too few, more or fewer numbers than it
+sent, and what is no ciphertext. What it cannot check is whether the product is that of the uploads: this is the
+server's word.
 
 With c of n clients on the server's side, t = n − c are honest: c + 1 shares decrypt, which those c have not; and sums
 are of at least max(t, c + 2), so that two honest clients are in each (`noise_plan.smallest_sum`).
@@ -261,7 +262,12 @@ class ThresholdPaillier(Uplink):
         codec, layout = gridded(self.noise, context, terms), planned(self.noise, context, terms.work)
         largest = max(context.samples()) * max(1.0, bounded(terms.work).largest)
         reach = largest + _TAIL * math.sqrt(float(layout.residual.max(initial=0.0)))
-        return codec, Packing(math.ceil(min(reach, codec.range) / codec.step), size, self.key_bits)
+        if reach > codec.range:  # cut off earlier, noise would no longer be what is counted on in the sum
+            raise ConfigError(
+                f"Numbers of up to {largest:g} and their noise, together {reach:.2g}, do not fit slots for {size} "
+                "clients. Raise clip or epsilon, or lower the number of clients a round."
+            )
+        return codec, Packing(math.ceil(reach / codec.step), size, self.key_bits)
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Refuse a round without this client, without its share, or whose sample counts are not vouched for."""
@@ -327,7 +333,7 @@ class ThresholdPaillier(Uplink):
                     raise ProtocolError(f"client {newcomer} is not one of the {self.holders} that share the key")
                 content = share.dealt(newcomer, _stream(state, "polynomial"))
                 key = _sealing_key(state, dealer=state.client, holder=newcomer)
-                bundles[newcomer] = seal(content, key=key, purpose=_purpose(state.client, newcomer))
+                bundles[newcomer] = seal(content, key=key, purpose=_purpose(state.client, newcomer, share.public))
         public_bytes = from_bytes(share.public.to_bytes())
         return replace(state, share=share), Dealt(state.client, public_bytes, *packed(bundles))
 
@@ -341,7 +347,7 @@ class ThresholdPaillier(Uplink):
         if not isinstance(private, SealedShare):
             raise ProtocolError(f"client {state.client} was told to take a share and was sent none")
         key = _sealing_key(state, dealer=request.dealer, holder=state.client)
-        content = unseal(to_bytes(private.sealed), key=key, purpose=_purpose(request.dealer, state.client))
+        content = unseal(to_bytes(private.sealed), key=key, purpose=_purpose(request.dealer, state.client, public))
         if len(content) != public.width:
             raise ProtocolError("a share of a key has another length than it should")
         if held is None or held.run != run:
@@ -392,13 +398,14 @@ def _stream(state: ClientState, purpose: str) -> SecretStream:
     return SecretStream(state.ring().own(round=0, attempt=0, purpose=f"threshold {purpose}"))
 
 
-def _purpose(dealer: int, holder: int) -> str:
-    return f"key share {dealer} > {holder}"
+def _purpose(dealer: int, holder: int, public: Modulus) -> str:
+    """What a share is sealed for: by this key's dealer, since the server relays the modulus and may have another."""
+    return f"key share {dealer} > {holder} of {_digest(public).hex()}"
 
 
 def _sealing_key(state: ClientState, *, dealer: int, holder: int) -> bytes:
     other = holder if state.client == dealer else dealer
-    return state.ring().pair(other).seed(round=0, attempt=0, purpose=_purpose(dealer, holder))
+    return state.ring().pair(other).seed(round=0, attempt=0, purpose=f"key share {dealer} > {holder}")
 
 
 def _digest(public: Modulus) -> bytes:
