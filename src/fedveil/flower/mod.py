@@ -246,7 +246,7 @@ class _Protection:
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
             before = memory.spent
-            entered = own if policy is None else replace(own, spent=before)
+            entered = own if policy is None or policy.max_epsilon is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
@@ -323,19 +323,31 @@ class _Protection:
             )
 
     def _accept(self, agreed: AgreedApp, setup: AppSetup) -> None:
+        scheme = agreed.config.scheme
+        if "first" in self._require and scheme not in HELD:
+            raise RequiredError(
+                f"protect(require=…) names first, and under {scheme} the server holds the model: require a scheme in "
+                "which clients do, or leave first out"
+            )
         if setup.first:
             self._accept_figures("first", setup.first)
-        own = scheme_info(agreed.config.scheme).options
+        own = scheme_info(scheme).options
+        consents_to_repairs = "dropouts" in self._require or "honest_arrivals" in self._require
+        if "epsilon" in self._require and agreed.scheme.repairs and not consents_to_repairs:
+            raise RequiredError(
+                "protect(require=…) names epsilon, and with dropouts = 'repair' a server that calls this client missing "
+                "is given noise that covers it: require dropouts = 'tolerate', or name 'repair' there if that is meant"
+            )
         for name in _OF_NOISE:
             if name in self._require and name not in own:
                 raise RequiredError(
-                    f"protect(require=…) names {name}, and {agreed.config.scheme} adds no noise: nothing would be "
+                    f"protect(require=…) names {name}, and {scheme} adds no noise: nothing would be "
                     f"bounded. Require a scheme that has {name}, or leave {name} out"
                 )
             consents = "scheme" if setup.phase == "train" else "evaluation"
             if name in self._require and not agreed.scheme.uplink.noises_all and consents not in self._require:
                 raise RequiredError(
-                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise "
+                    f"protect(require=…) names {name}, and a part of what {scheme} sends has no noise "
                     f"that would bound it: others read it in sum. Name {consents} there, too, if that is meant"
                 )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
