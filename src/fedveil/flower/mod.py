@@ -30,7 +30,7 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
+from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, told_with, write_model
 from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.app_records import (
     AppModel,
@@ -293,7 +293,8 @@ class _Protection:
             record = only_arrays(message.content)
             check_form(record, setup)
             start = first_model(record, agreed.step)
-        return AppHolder(agreed, start, trained=trained, first=made, policy=policy)
+        told = told_with(message.content, message.metadata.message_type)
+        return AppHolder(agreed, start, trained=trained, first=made, told=told, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:
         return _owners_policy(context) or self._policy
@@ -335,8 +336,9 @@ class _Protection:
         consents_to_repairs = "dropouts" in self._require or "honest_arrivals" in self._require
         if "epsilon" in self._require and agreed.scheme.repairs and not consents_to_repairs:
             raise RequiredError(
-                "protect(require=…) names epsilon, and with dropouts = 'repair' a server that calls this client missing "
-                "is given noise that covers it: require dropouts = 'tolerate', or name 'repair' there if that is meant"
+                "protect(require=…) names epsilon, and with dropouts = 'repair' a server that calls this client "
+                "missing is given noise that covers it: require dropouts = 'tolerate', or name 'repair' there if "
+                "that is meant"
             )
         for name in _OF_NOISE:
             if name in self._require and name not in own:
