@@ -779,6 +779,30 @@ def test_a_vote_is_followed_by_one_upload_whatever_is_asked_in_between(tmp_path:
     assert spent == pytest.approx([mu_of(8.0, 1e-5) ** 2] * len(SIZES))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"scheme": "pads"}, {"vote": "histogram"}, {"vote": "tags"}],
+    ids=lambda settings: str(*settings.values()),
+)
+def test_clients_who_are_told_to_train_otherwise_than_the_rest_have_no_sum(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Had all but one been told to do nothing, whoever reads the sum would read that one's update."""
+
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        if kind_of(message) != ("Begin", 1):
+            return message
+        told = ConfigRecord({**message.content["config"], "lr": 0.0})
+        return Message(RecordDict({**message.content, "config": told}), metadata=message.metadata)
+
+    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    run = padded if settings.get("scheme") == "pads" else divided
+    run(out=tmp_path / "run", **settings).start(grid, start_arrays(), num_rounds=1)
+    assert "failed" in RunFolder(tmp_path / "run").metrics()[0]
+    for model in models_in(tmp_path):  # nobody has moved
+        assert_alike(model, start_arrays())
+
+
 def test_clients_who_are_sent_different_first_models_elect_nothing(tmp_path: Path) -> None:
     def meddle(grid: AppGrid, message: Message) -> Message:
         if kind_of(message) != ("Begin", 1):

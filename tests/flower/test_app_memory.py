@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedveil.errors import ProtocolError
 from fedveil.flower import Protected, protect
+from fedveil.flower.app_setup import AppSetup
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.client_memory import default_home, held
 from fedveil.ledger.policy import Policy
@@ -127,6 +128,21 @@ def test_a_server_that_begins_a_new_run_every_round_spends_the_same_budget(own: 
     assert answered == [True, False, False]
     codes = [code_of(reply) for message, reply in grid.crossed if "arrays" in message.content]
     assert codes == [""] * 5 + ["ended"] * 10
+
+
+def test_a_policy_that_names_no_epsilon_leaves_a_run_to_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of one's own are added to those that a run has: a server that takes it up again gets no more rounds."""
+    grid = AppGrid(app_of([protect(policy=Policy(max_clip=1.0))]))
+
+    def answered(lineage: str, attempt: int) -> bool:
+        def setup(*given: Any, **named: Any) -> AppSetup:
+            return replace(AppSetup(*given, **named), lineage=lineage * 32, attempt=attempt)
+
+        monkeypatch.setattr("fedveil.flower.strategy.AppSetup", setup)
+        return bool(run(grid, **NOISE).train_metrics_clientapp)
+
+    assert [answered("a", attempt) for attempt in range(3)] == [True, False, False]
+    assert answered("b", 0)  # another run has its own
 
 
 def test_runs_at_the_same_time_spend_one_budget(tmp_path: Path) -> None:

@@ -291,6 +291,10 @@ def test_a_round_is_answered_once_whatever_the_server_says_about_it() -> None:
         pytest.param({"require": {"epsilon": {"max": 3}}}, {}, "required", id="an ε under masks alone"),
         pytest.param({"require": {"epsilon": {"max": 2}}}, {"scheme": "dp-fedavg"}, "required", id="too large an ε"),
         pytest.param({}, {"scheme": "dp-fedavg", "epsilon": 50.0}, "required", id="an ε that proves nothing"),
+        pytest.param(
+            {"require": {"epsilon": {"max": 3}}}, {"scheme": "nadp"}, "required", id="an ε beside noise that is shown"
+        ),
+        pytest.param({"require": {"first": "client"}}, {}, "required", id="a model that the server holds"),
         pytest.param({"policy": Policy(max_epsilon=1.0)}, {}, "settings", id="a limit on ε under masks alone"),
         pytest.param(
             {"policy": Policy(max_epsilon=3.0)},

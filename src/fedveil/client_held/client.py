@@ -66,7 +66,8 @@ class UnreadableError(ProtocolError):
 
 class HolderRole(Participant):
     """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
-    makes it from a secret of the group, where there is one."""
+    makes it from a secret of the group, where there is one; `told` is a digest of what local work is told besides.
+    """
 
     @property
     def _keeps(self) -> Callable[..., Keeper]:
@@ -80,9 +81,11 @@ class HolderRole(Participant):
         start: Held,
         optimiser: Optimiser,
         first: First | None = None,
+        told: str = "",
         **own: Unpack[ClientTerms],
     ) -> None:
         super().__init__(scheme, architecture, **own)
+        self._told = told
         self._uplink = parallel(scheme)
         self._keeper = self._keeps(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
@@ -206,18 +209,27 @@ class HolderRole(Participant):
         which = {"round": context.round, "attempt": context.attempt, "size": size}
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
-            pending = Pending(context.round, context.attempt, contribution, winners)
-            return self._upload(state, context, pending, self._keeper.held(state).transcript)
-        state = replace(state, pending=Pending(context.round, context.attempt, contribution))
+            pending = Pending(context.round, context.attempt, contribution, winners, self._told)
+            return self._upload(state, context, pending, self._transcript(state, pending))
+        pending = Pending(context.round, context.attempt, contribution, told=self._told)
+        state = replace(state, pending=pending)
         indices = uplink.chosen(contribution, client=state.client, secrets=self._secrets, **which)
         if uplink.ballots is None:
             tags = uplink.vote(indices, state.membership(), round=context.round, attempt=context.attempt)
             return state, Vote(state.client, context.round, context.attempt, tags)
         words = ballot(indices, size)
-        transcript = self._keeper.held(state).transcript
+        transcript = self._transcript(state, pending)
         return uplink.ballots.hide_words(
             state, words, context.stage(_VOTE), secrets=self._secrets, transcript=transcript
         )
+
+    def _transcript(self, state: ClientState, pending: Pending) -> bytes:
+        """What others must have been told, too: the sums that made the model, and what local work is told besides.
+
+        A server that has all but one do nothing would let whoever reads the sum read that one.
+        """
+        before = self._keeper.held(state).transcript
+        return _digest(b"work", before, pending.told.encode()) if pending.told else before
 
     def _upload(
         self, state: ClientState, context: RoundContext, pending: Pending, transcript: bytes
@@ -266,7 +278,7 @@ class HolderRole(Participant):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
-        transcript = told_outcome(self._keeper.held(state).transcript, request) if self._uplink.masks else b""
+        transcript = told_outcome(self._transcript(state, pending), request) if self._uplink.masks else b""
         return self._upload(state, context, replace(pending, winners=winners), transcript)
 
     def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.serverapp.strategy import (
     Bulyan,
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -125,6 +125,13 @@ def write_model(path: Path, arrays: ArrayRecord) -> None:
 
 
 # --- a client
+
+
+def told_with(content: RecordDict, kind: str) -> str:
+    """The digest of what an app is told besides its arrays' numbers: everybody must be told the same."""
+    told: dict[str, Any] = {**content.config_records, **content.metric_records}
+    listed = [kind, sorted(content.array_records), *((name, sorted(told[name].items())) for name in sorted(told))]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def begun(row: Tensor, remembered: Tensor) -> Held:

@@ -347,8 +347,8 @@ class MessageHandler:
 
     def _counted(self, remembered: Remembered) -> Remembered:
         """Limits of one's own hold for all runs on these data, however many a server opens and whenever it goes on with
-        which; without them a run is held to its own target."""
-        if self._home.policy is None:
+        which; without an ε among them a run is held to its own target."""
+        if self._home.policy is None or self._home.policy.max_epsilon is None:
             return remembered
         return replace(
             remembered, state=replace(remembered.state, spent=max(remembered.state.spent, self._memory.spent()))

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
+from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, told_with, write_model
 from fedveil.flower.app_setup import (
     AgreedApp,
     AppModel,
@@ -250,7 +250,7 @@ class _Protection:
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
             before = memory.spent
-            entered = own if policy is None else replace(own, spent=before)
+            entered = own if policy is None or policy.max_epsilon is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
@@ -297,7 +297,8 @@ class _Protection:
             record = only_arrays(message.content)
             check_form(record, setup)
             start = first_model(record, agreed.step)
-        return AppHolder(agreed, start, trained=trained, first=made, policy=policy)
+        told = told_with(message.content, message.metadata.message_type)
+        return AppHolder(agreed, start, trained=trained, first=made, told=told, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:
         return _owners_policy(context) or self._policy
@@ -327,19 +328,32 @@ class _Protection:
             )
 
     def _accept(self, agreed: AgreedApp, setup: AppSetup) -> None:
+        scheme = agreed.config.scheme
+        if "first" in self._require and scheme not in HELD:
+            raise RequiredError(
+                f"protect(require=…) names first, and under {scheme} the server holds the model: require a scheme in "
+                "which clients do, or leave first out"
+            )
         if setup.first:
             self._accept_figures("first", setup.first)
-        own = scheme_info(agreed.config.scheme).options
+        own = scheme_info(scheme).options
+        consents_to_repairs = "dropouts" in self._require or "honest_arrivals" in self._require
+        if "epsilon" in self._require and agreed.scheme.repairs and not consents_to_repairs:
+            raise RequiredError(
+                "protect(require=…) names epsilon, and with dropouts = 'repair' a server that calls this client "
+                "missing is given noise that covers it: require dropouts = 'tolerate', or name 'repair' there if "
+                "that is meant"
+            )
         for name in _OF_NOISE:
             if name in self._require and name not in own:
                 raise RequiredError(
-                    f"protect(require=…) names {name}, and {agreed.config.scheme} adds no noise: nothing would be "
+                    f"protect(require=…) names {name}, and {scheme} adds no noise: nothing would be "
                     f"bounded. Require a scheme that has {name}, or leave {name} out"
                 )
             consents = "scheme" if setup.phase == "train" else "evaluation"
             if name in self._require and not agreed.scheme.uplink.noises_all and consents not in self._require:
                 raise RequiredError(
-                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise "
+                    f"protect(require=…) names {name}, and a part of what {scheme} sends has no noise "
                     f"that would bound it: others read it in sum. Name {consents} there, too, if that is meant"
                 )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}

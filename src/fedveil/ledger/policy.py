@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -63,6 +63,16 @@ class Policy:
             if isinstance(value, bool) or not isinstance(value, int if name == "min_cohort" else (int, float)):
                 raise ConfigError(f"{where}: {name} must be a number (got {value!r}).")
         return Policy(**given)
+
+    def held_to(self, target: Policy) -> Policy:
+        """A run's own `target`, with the limits here that are not about ε."""
+        return replace(
+            target,
+            min_cohort=self.min_cohort,
+            max_clip=self.max_clip,
+            min_clip=self.min_clip,
+            max_size_ratio=self.max_size_ratio,
+        )
 
     def check_scheme(
         self, *, noised: bool, clip: float | None, acquainted: bool = True, repaired: bool = False

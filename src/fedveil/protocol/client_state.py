@@ -221,17 +221,19 @@ class Held:
 class Pending:
     """A round in work: the client's contribution without its weight (n_k × everything) and, once known, the winners.
 
-    `winners` are indices into the contribution, ascending; None before the vote has been counted.
+    `winners` are indices into the contribution, ascending; None before the vote has been counted. `told` is a digest of
+    what local work was told besides the model, where it was told anything.
     """
 
     round: int
     attempt: int
     contribution: Tensor = field(repr=False)
     winners: Tensor | None = field(default=None, repr=False)
+    told: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        return {"round": self.round, "attempt": self.attempt}
+        return {"round": self.round, "attempt": self.attempt, **({"told": self.told} if self.told else {})}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
@@ -242,7 +244,11 @@ class Pending:
     def restored(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pending:
         """The work that `facts` and `tensors` described."""
         return Pending(
-            facts["round"], facts["attempt"], tensors["pending.contribution"], tensors.get("pending.winners")
+            facts["round"],
+            facts["attempt"],
+            tensors["pending.contribution"],
+            tensors.get("pending.winners"),
+            facts.get("told", ""),
         )
 
 

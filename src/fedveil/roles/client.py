@@ -175,10 +175,12 @@ class Participant(ABC):
         self._workspace = Workspace(architecture, self._terms.layout, self._secrets)
         self._run_many: RunMany = scheme.work.run_many
         policy = own.get("policy")
-        # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
-        # price of repairs to the server's books.
-        self._policy = own_target(scheme) if policy is None else policy
-        self._books_repairs = policy is not None
+        # Without an ε of its own a client holds the rounds it joins to the target it was told of, and leaves the price
+        # of repairs to the server's books.
+        self._books_repairs = policy is not None and policy.max_epsilon is not None
+        self._policy = own_target(scheme)
+        if policy is not None:
+            self._policy = policy if self._books_repairs else policy.held_to(self._policy)
         self._roster = own.get("roster")
         self._identities = own.get("identities") or {}
 
@@ -253,8 +255,9 @@ class ClientRole(Participant):
         self._uplink = scheme.summing
         self._latest: tuple[Train, RoundContext] | None = None
         self._keeps = keeps_for_itself(scheme.work)
-        if self._books_repairs:
-            self._policy.check_scheme(
+        policy = own.get("policy")
+        if policy is not None:
+            policy.check_scheme(
                 noised=scheme.uplink.noises_all and not statistics_in(self._terms.layout),
                 clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
