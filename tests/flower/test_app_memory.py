@@ -20,9 +20,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedveil.errors import ProtocolError
 from fedveil.flower import Protected, protect
+from fedveil.flower.app_memory import default_home, held
 from fedveil.flower.app_setup import AppSetup
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
-from fedveil.flower.client_memory import default_home, held
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.codec import decode, encode
 from flower_apps import AppGrid, app_of, start_arrays, trained

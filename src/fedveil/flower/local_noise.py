@@ -30,8 +30,8 @@ from flwr.supercore.privacy_accounting import (
 from torch import Tensor
 
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
+from fedveil.flower.app_memory import folder_of, held, written
 from fedveil.flower.app_setup import AppModel, figures_alone, metric_record, only_arrays, only_metrics, update_between
-from fedveil.flower.client_memory import folder_of, held, written
 from fedveil.flower.messages import TEXTS
 from fedveil.flower.mod import called
 from fedveil.ledger.gaussian import delta_of, epsilon_of

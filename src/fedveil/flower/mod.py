@@ -31,6 +31,7 @@ from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
 from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, told_with, write_model
+from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.app_setup import (
     AgreedApp,
     AppModel,
@@ -47,7 +48,6 @@ from fedveil.flower.app_setup import (
     weight_in,
 )
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
-from fedveil.flower.client_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.messages import TEXTS, request_of
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
