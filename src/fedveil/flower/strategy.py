@@ -80,8 +80,8 @@ from fedveil.runs.loop import Outcome, privacy_journal_of, summarise
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.schemes.on_updates import HELD, fewest
 
-# Which strategies are taken: those that use replies for their weighted mean alone, and where clients hold the model those
-# whose step clients can take.
+# Which strategies are taken: those that use replies for their weighted mean alone, and where clients hold the model
+# those whose step clients can take.
 
 _COMPARES = (
     *(FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, FedXgbBagging, FedXgbCyclic),
