@@ -41,7 +41,7 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed
+from fedveil.uplink.noised import add_residual, add_shared, gridded, pair_seed
 from fedveil.work.messages import ClientData, Workspace
 from uplink.masking import epoch_of, nonces_of
 

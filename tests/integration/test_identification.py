@@ -27,7 +27,7 @@ from fedveil.runs.loop import client_role, fresh_state
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink import grid as grid_module
 from fedveil.uplink import noised
-from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.noised import gridded
 from integration.test_distinguishing import Table, job_of, shared_noise, worlds
 
 GAMES = 40

@@ -17,7 +17,7 @@ from audit.attacks.listening import Heard, listen
 from federation import job
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import charges
-from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed
+from fedveil.uplink.noised import add_shared, pair_purpose, pair_seed
 from papers.leftover_noise import (
     remaining_variance,
     sharpest_estimate,

@@ -20,7 +20,7 @@ from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.noised import gridded
 
 CLIP = 1e-4
 WIDTH = 256

@@ -27,7 +27,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role
 from fedveil.secrets import SecretStream, SeededSecrets
 from fedveil.uplink import grid, masked, noised
-from fedveil.uplink.grid_noise import add_residual, gridded
+from fedveil.uplink.noised import add_residual, gridded
 from reach import CLIENT_SIDE, SERVERS_OWN, Secrets, leaks, leaks_in_text
 
 BATCH_NORM = {"depth": 3, "width": 12, "norm": "batch"}

@@ -12,7 +12,7 @@ from fedveil.client_held.messages import Divided
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import planned
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.noised import gridded
 from fedveil.uplink.plain import PlannedCentral
 from uplink.test_noised import Federation
 

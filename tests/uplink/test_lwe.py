@@ -19,8 +19,8 @@ from fedveil.protocol.parts import planned
 from fedveil.runs.job import Job
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.schemes.options import MaskOptions
-from fedveil.uplink.grid_noise import gridded
 from fedveil.uplink.lwe import LweMasked, LweSum, LweUpload, most_bits, times_matrix
+from fedveil.uplink.noised import gridded
 
 Q = 1 << 32
 

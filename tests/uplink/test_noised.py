@@ -33,8 +33,7 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import FixedPoint
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed
-from fedveil.uplink.noised import Noised, Repair
+from fedveil.uplink.noised import Noised, Repair, add_residual, add_shared, gridded, pair_seed
 from fedveil.work.messages import Workspace
 
 UNEVEN: dict[str, Any] = {"loss": None, "how": "size", "ratio": 2.0}

@@ -29,7 +29,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.grid import ROUNDING, FixedPoint
-from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.noised import gridded
 from fedveil.uplink.vote import Ratio
 from fedveil.work.clipping import RAN_AWAY, DividedUpdate
 from fedveil.work.local_sgd import LocalSteps

@@ -23,9 +23,9 @@ from fedveil.protocol.messages import Aggregate, each_once, releases_of, release
 from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded, clip_factor
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
-from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.masked import UNMASKING_MESSAGES
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.noised import add_residual, gridded
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import (
     STRATEGIES,

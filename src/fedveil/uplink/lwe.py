@@ -41,8 +41,8 @@ from fedveil.secrets import SecretSource
 from fedveil.shapes import octets, words
 from fedveil.tensors import Layout
 from fedveil.uplink.grid import FINEST, FixedPoint
-from fedveil.uplink.grid_noise import add_residual
 from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
+from fedveil.uplink.noised import add_residual
 from fedveil.uplink.unmasking import Evidence, MaskedSum, MaskedUpload, Revealed
 
 WORD_BITS = 32

@@ -60,8 +60,8 @@ from fedveil.uplink.graph import (
     withstood,
 )
 from fedveil.uplink.grid import FixedPoint, check_value_range
-from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.noised import add_residual, gridded
 from fedveil.uplink.unmasking import (
     LOCK,
     MORE_NEIGHBOURS,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
@@ -25,16 +26,73 @@ from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
-from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, planned
+from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, bounded, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.protocol.plausible import clipped_part, upload_reach
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
-from fedveil.tensors import Layout, statistics_in
+from fedveil.tensors import STATISTICS_CUT, Layout, statistics_in
 from fedveil.uplink.graph import Graph
-from fedveil.uplink.grid import FixedPoint
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed
+from fedveil.uplink.grid import FixedPoint, add_noise, grid_of
 from fedveil.uplink.noise_plan import NoisePlan, noise_graph
+
+# --- noise under a claim, as every role adds it: on the grid that a round's public facts give
+
+_PAIR = "pair noise"
+
+
+def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
+    """The grid of a round: a function of public facts, the same for everybody."""
+    return _gridded(plan, context, terms)
+
+
+@lru_cache(maxsize=8)
+def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
+    # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too, but
+    # not of one in short words.
+    noise_layout, most = planned(plan, context, terms.work), max(context.samples())
+    whole = 1.0 if plan.word_bits == 64 else 0.0
+    widest = max(whole, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
+    return grid_of(noise_layout, length=terms.layout.length, largest=most * widest, word_bits=plan.word_bits)
+
+
+def add_residual(
+    words: NDArray[np.uint64],
+    client: int,
+    plan: NoisePlan,
+    context: RoundContext,
+    terms: Terms,
+    *,
+    secrets: SecretSource,
+) -> None:
+    """Add a client's own noise, from fresh randomness, in place."""
+    noise_layout = planned(plan, context, terms.work)
+    variance = float(noise_layout.residual[noise_layout.place(client)])
+    seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
+    add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
+
+
+def pair_purpose(graph: str) -> str:
+    """What a round's pair noise is drawn for: the cohort of this graph seed and no other.
+
+    Clients that were told of different cohorts would add noise of different size. Did they draw it from one
+    seed, it could be cancelled in part; so they draw unlike numbers, and each keeps all of its cover.
+    """
+    return f"{_PAIR} {graph}"
+
+
+def pair_seed(state: ClientState, peer: int, context: RoundContext) -> bytes:
+    """The seed of the noise that a client shares with `peer` in a round."""
+    purpose = pair_purpose(context.graph_seed().hex())
+    return state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
+
+
+def add_shared(
+    words: NDArray[np.uint64], seed: bytes, *, client: int, peer: int, variance: float, step: float, sign: int = 1
+) -> None:
+    """Add `sign` × what `client` shares with `peer`, in place; −1 × that is in the peer's upload."""
+    add_noise(words, variance=variance, step=step, seed=seed, subtract=(client < peer) != (sign > 0))
+
 
 Dropouts = Literal["tolerate", "repair"]
 DROPOUTS = ("tolerate", "repair")

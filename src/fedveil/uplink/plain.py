@@ -18,8 +18,8 @@ from fedveil.protocol.parts import Assumed, RoundContext, Summing, Terms, Uplink
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.tensors import Layout
 from fedveil.uplink.grid import FixedPoint, add_noise
-from fedveil.uplink.grid_noise import gridded
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.noised import gridded
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ from fedveil.shapes import Sizes, clients, counts, octets
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.grid import FixedPoint, check_value_range
-from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.noise_plan import NoisePlan, dishonest, smallest_sum
+from fedveil.uplink.noised import add_residual, gridded
 from fedveil.uplink.unmasking import packed, unpacked
 
 DIGEST_BYTES = 32

@@ -20,7 +20,7 @@ from fedveil.protocol.parts import RoundContext, planned
 from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role
-from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.noised import gridded
 from fedveil.work.messages import Workspace
 
 
