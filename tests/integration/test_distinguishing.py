@@ -38,7 +38,7 @@ from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.loop import client_role
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.uplink import grid_noise as grid_module
+from fedveil.uplink import noised as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.uplink.noised import add_residual, add_shared, gridded, pair_seed

@@ -30,7 +30,7 @@ from fedveil.runs import session
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.uplink import grid_noise as grid_module
+from fedveil.uplink import noised as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import FixedPoint
 from fedveil.uplink.noised import Noised, Repair, add_residual, add_shared, gridded, pair_seed
