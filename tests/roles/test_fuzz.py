@@ -182,9 +182,10 @@ def test_a_changed_ciphertext_with_its_checksum_put_right_is_refused_or_a_cipher
 
 
 def test_every_size_that_a_request_names_is_bounded_by_what_a_client_knows() -> None:
-    """But for sealed and encrypted bytes, which cost what they weigh."""
+    """But for keys, sealed and encrypted bytes, which cost what they weigh, and are held to the key's length when read."""
     one = small("veil-secagg")
-    bounded = {*RequestCheck(one.scheme, one.architecture)._fixed, *_LISTS, "hidden", "sealed", "bundles"}
+    octets = {"hidden", "sealed", "bundles", "public", "ciphertexts", "width"}
+    bounded = {*RequestCheck(one.scheme, one.architecture)._fixed, *_LISTS, *octets}
     sent = [kind for kind in registered() if not issubclass(kind, Reply) and kind.__name__ not in ("Ciphertext",)]
     assert {name for kind in sent for name in names(kind)} <= bounded
     assert len(sent) > 15
