@@ -182,7 +182,7 @@ def test_a_changed_ciphertext_with_its_checksum_put_right_is_refused_or_a_cipher
 
 
 def test_every_size_that_a_request_names_is_bounded_by_what_a_client_knows() -> None:
-    """But for keys, sealed and encrypted bytes, which cost what they weigh, and are held to the key's length when read."""
+    """But for keys, sealed and encrypted bytes: they cost what they weigh, and are held to the key when read."""
     one = small("veil-secagg")
     octets = {"hidden", "sealed", "bundles", "public", "ciphertexts", "width"}
     bounded = {*RequestCheck(one.scheme, one.architecture)._fixed, *_LISTS, *octets}
