@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fedveil.cli import tables
+from fedveil.cli import judged
 from fedveil.config import RunConfig
 from shell import Done, fedveil
 
@@ -74,7 +74,7 @@ def test_no_interval_is_cut_in_two_on_a_narrow_terminal(
 ) -> None:
     from rich.console import Console
 
-    from fedveil.cli import compare
+    from fedveil.cli import compare, tables
 
     results = json.loads((compared[0] / "compare.json").read_text())
     for figures in results["schemes"].values():  # as comparisons had it before
@@ -86,7 +86,7 @@ def test_no_interval_is_cut_in_two_on_a_narrow_terminal(
     for figures in results["schemes"].values():
         for metric in ("accuracy", "auroc"):
             if "judged" in figures:
-                assert tables.measured(figures, metric) in shown
+                assert judged.measured(figures, metric) in shown
     assert "What it cost" in shown
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fedveil.cli.compare import show_comparison
-from fedveil.cli.tables import console, named_metrics, show_judgement
+from fedveil.cli.judged import named_metrics, show_judgement
+from fedveil.cli.tables import console
 from fedveil.compare.comparing import Comparison
 from fedveil.compare.plan import CellProgress, planned, results_of
 from fedveil.data import Dataset

@@ -35,7 +35,7 @@ from fedveil.protocol.directory import WINDOW, Directory, Hello, Nonce
 from fedveil.protocol.messages import Request, Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
-from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
+from fedveil.runs.job import Job, ModelFacts, assemble_job
 from fedveil.runs.loop import client_role
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import noised as grid_module
@@ -126,7 +126,8 @@ class Table:
     def __init__(self, one: Job) -> None:
         self.job = one
         # Games are not rounds of one run: no client keeps count of them.
-        self.role = client_role(replace(one, guard=Guard(policy=Policy())))
+        self.role = client_role(one)
+        self.role._policy = Policy()  # a game has more rounds than a run would pay for
         self.honest, self.canary = worlds(len(one.pool))
         self.states = [ClientState(data.client) for data in self.honest]
         self.workspace = Workspace(one.architecture, one.scheme.layout(one.architecture))

@@ -109,7 +109,7 @@ def show_comparison(done: Comparison, metrics: Sequence[str] | None = None) -> N
 
     `metrics` are names of `fedveil.runs.judgement.TITLES`; by default those that fit the data.
     """
-    from fedveil.cli.tables import judgements, not_beating, usual_metrics
+    from fedveil.cli.judged import judgements, not_beating, usual_metrics
     from fedveil.runs.judgement import TITLES, shown
 
     results = done.results
@@ -140,7 +140,7 @@ def show_comparison(done: Comparison, metrics: Sequence[str] | None = None) -> N
 
 
 def _figures(name: str, figures: dict[str, Any], metrics: Sequence[str]) -> tuple[str, ...]:
-    from fedveil.cli.tables import measured
+    from fedveil.cli.judged import measured
 
     runs = f"{figures['n']}" + (f", {figures['failed']} failed" if figures["failed"] else "")
     down, up = (size(figures[way]["mean"]) if way in figures else "–" for way in ("bytes_down", "bytes_up"))
@@ -267,7 +267,7 @@ def compare(
 
       fedveil compare --schemes fedavg,lossless --loss square --rounds 50 --seeds 1-5 --tensorboard --out runs/b
     """
-    from fedveil.cli.tables import named_metrics
+    from fedveil.cli.judged import named_metrics
     from fedveil.compare import compare as compare_schemes
     from fedveil.compare.plan import parse_own
     from fedveil.tracking import Tracked

@@ -97,7 +97,7 @@ def predict(
 
       fedveil predict runs/own --model nets.py:build
     """
-    from fedveil.cli.tables import show_judgement
+    from fedveil.cli.judged import show_judgement
     from fedveil.runs.callbacks import working
     from fedveil.runs.predicting import predict_dataset, predict_file, refuse_other_tables, write_predictions
 

@@ -84,7 +84,7 @@ def show_data(description: Description) -> None:
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
     """The run in a few lines, and how good its model is."""
-    from fedveil.cli.tables import show_judgement
+    from fedveil.cli.judged import show_judgement
     from fedveil.runs.judgement import judgement_from, shown
 
     judged = judgement_from(summary["judged"], where=str(out)) if "judged" in summary else None
