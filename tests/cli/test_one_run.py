@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.audit import canaries
 from fedveil.errors import ConfigError, ContradictionError
-from fedveil.ledger.one_run import GuessPlan
+from fedveil.ledger.gaussian import GuessPlan
 from fedveil.runs.folder import MEASURED
 from shell import fedveil
 

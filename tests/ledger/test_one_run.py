@@ -14,13 +14,15 @@ from scipy.stats import binom, norm
 
 from fedveil.errors import ConfigError
 from fedveil.ledger.caveats import SECRET_BATCH
-from fedveil.ledger.gaussian import delta_of, epsilon_of, mu_of
-from fedveil.ledger.one_run import (
+from fedveil.ledger.gaussian import (
     Guesses,
+    delta_of,
     epsilon_at_least,
+    epsilon_of,
     excludes,
     gaussian_excludes,
     mu_at_least,
+    mu_of,
     plan_guesses,
     tail_bound,
 )

@@ -35,8 +35,7 @@ from fedveil.client_held.messages import Begin, Divided
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, StopTraining
 from fedveil.ledger.accountant import CLIENTS, SERVER
-from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.one_run import CONFIDENCE, MOST, Guesses, epsilon_at_least, mu_at_least, plan_guesses
+from fedveil.ledger.gaussian import CONFIDENCE, MOST, Guesses, epsilon_at_least, epsilon_of, mu_at_least, plan_guesses
 from fedveil.ledger.statement import Ledger, Line, MeasuredEpsilon
 from fedveil.plain import made, read_named
 from fedveil.protocol.client_state import ClientState

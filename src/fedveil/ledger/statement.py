@@ -15,8 +15,7 @@ from typing import Any, Literal
 from fedveil.errors import ConfigError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
 from fedveil.ledger.caveats import HONEST_ARRIVALS, SECRET_BATCH
-from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.one_run import MOST, Guesses, excludes, follows
+from fedveil.ledger.gaussian import MOST, Guesses, epsilon_of, excludes, follows
 from fedveil.ledger.releases import Caveats, Release
 
 OUTSIDER = "outsider"
