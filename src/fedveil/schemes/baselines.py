@@ -234,11 +234,6 @@ def pile(
     value_range: float = 2.0**24,
 ) -> Scheme:
     """`lossless` with one γ, all of whose m + 2 tensors are encrypted; no noise is added to what clients send."""
-    if setting.robust_groups:
-        raise ConfigError(
-            f"{spelled('robust_groups')} does not go with {spelled('scheme', 'pile')}: clients hold one key together. "
-            "Groups go with fedavg, lossless, pbpfl, secagg and veil-secagg."
-        )
     if head.head_groups is None and head.head_partition is None:
         head = replace(head, head_groups=1)
     veiled = veil_secagg(setting, head=head, spread=spread, masking=MaskOptions(), local=LocalOptions())

@@ -298,6 +298,8 @@ def in_groups(scheme: Scheme, groups: int) -> Scheme:
             f"compare. {fitting}"
         )
     uplink = scheme.summing
+    if uplink.dealing() is not None:
+        raise ConfigError(f"{setting} does not go with {name}: clients hold one key together. {fitting}")
     inner: Uplink = replace(uplink, groups=groups) if isinstance(uplink, Masked) else uplink
     return replace(scheme, uplink=Grouped(inner, groups))
 
