@@ -1,4 +1,4 @@
-"""Flat vectors with named sections, the one shape in which tensors travel; and exact sums of them."""
+"""Flat vectors with named sections, in which tensors travel; exact sums of them; work that a GPU repeats."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fedveil.downlink import Architecture
 from fedveil.downlink.rescaling import scale_table
 from fedveil.errors import DataError, NotApplicableError, NumericError
 
-# --- A judge of reconstructions: a classifier of its own that no attack ever sees
+# --- a judge of reconstructions: a classifier of its own that no attack ever sees
 #
 # It says which class a picture shows and how alike two pictures are in meaning. It is trained on data the audit holds,
 # apart from the model under audit, so that a picture which merely fools that model does not fool the judge as well.

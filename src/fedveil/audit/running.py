@@ -1,4 +1,4 @@
-"""An audit: every attack proves itself on its reference, then is tried on the run; findings are kept as they come."""
+"""An audit: every attack proves itself on its reference, then is tried on the run, in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedveil inspect`: what a veil would hide of a model, before anything is trained."""
+"""`fedveil inspect` and `inspect-data`: what a veil would hide of a model, and what was understood of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedveil run`: train a model into a folder."""
+"""`fedveil run`: train a model into a folder; `fedveil demo`: the main job on embedded data."""
 
 from __future__ import annotations
 

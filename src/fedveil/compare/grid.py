@@ -34,7 +34,7 @@ from fedveil.processes import ChildDiedError, ChildProcess, channel, python
 from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
 
-# --- A process that does one cell after the other: jobs come in as frames, reports go out as frames
+# --- a process that does one cell after the other: jobs come in as frames, reports go out as frames
 #
 # It ends with its parent, whatever it is at; the run it was at can be resumed.
 

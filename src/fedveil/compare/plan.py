@@ -1,4 +1,4 @@
-"""What a comparison runs: one cell per scheme and seed, all with the same settings as far as a scheme has them."""
+"""What a comparison runs, one cell per scheme and seed with the same settings, and where its cells stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring, the moduli and the scale: how large a sum may be, how exact it is, how safe it is.
+"""CKKS for sums: ring and scale (how large a sum may be, how exact, how safe), keys, and encrypted vectors.
 
 A ciphertext of TenSEAL's CKKS that was only ever added to others carries, per coefficient, the
 rounding of its two halves when the special (last) modulus is divided away, the second times the

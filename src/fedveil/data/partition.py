@@ -1,4 +1,4 @@
-"""Dealing samples out to clients."""
+"""Which samples train, validate and test, and how they are dealt out to clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local engine: every client in this process, many at a time."""
+"""The local engine: every client in this process, many at a time, and their work on several cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proven of a protected app's run: its ledger, and the same in plain text."""
+"""A protected app's run on disk: what is proven of it, in a ledger and in plain text, and how far it has come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides of a protected Flower app agree on: settings as they travel, and the scheme they name."""
+"""What both sides of a protected Flower app agree on: settings, the scheme they name, and records as numbers."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def no_model() -> tuple[Architecture, Weights]:
     return draw(nn.Identity(), torch.zeros(1, 1), traced=False)
 
 
-# --- A Flower app's records as numbers in a row, and back. What arrives is data: held to its form before it is used
+# --- a Flower app's records as numbers in a row, and back. What arrives is data: held to its form before it is used
 
 Reals = NDArray[np.float64]
 _NUMBERS = "fiub"

@@ -1,4 +1,4 @@
-"""What each client has spent: μ² per adversary, added over every round and every attempt."""
+"""What each client has spent: μ² per adversary, over every round and attempt; budgets over unlike rounds."""
 
 from __future__ import annotations
 

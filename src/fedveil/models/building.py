@@ -1,4 +1,4 @@
-"""``build``: from a name to a checked network with reproducible initial parameters."""
+"""``build``: from a name, of the catalogue or of code from elsewhere, to a checked, reproducible network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Pareto front: what nothing else beats in both respects."""
+"""What the page shows in figures: the Pareto front, curves and tables, and how good models are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best round of a run, by one figure: which it is, its model, and when to stop waiting for a better one."""
+"""Good and bad rounds: the best one by one figure, and when to stop waiting; those that one upload has spoilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judging a model on held-out data."""
+"""Judging a model on held-out data: the server's, and what clients hold back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files so that a killed process leaves the old one or the new one, never half of one."""
+"""Run folders: files that a killed process leaves old or new, never half; what is in one, and what was recorded."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def ledger_from(data: object, *, where: str = "the ledger") -> Ledger:
     return made(Ledger, data, where=f"{where} is not a ledger, or")
 
 
-# --- A run that is recorded: which rounds and clients, and what everybody knew
+# --- a run that is recorded: which rounds and clients, and what everybody knew
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A dry run of what clients would refuse or could not do, so that it ends a run, or is said, before it has begun."""
+"""Before a run: what clients would refuse or could not do, and the learning rate by trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The uplink without protection: every contribution as it is."""
+"""Every contribution as it is: without protection, or under noise that a trusted server adds once."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fedveil.work.per_sample import (
     working,
 )
 
-# --- A clip that follows the updates (Andrew et al. 2021), by one number a round that is under noise like all the rest
+# --- a clip that follows the updates (Andrew et al. 2021), by one number a round that is under noise like all the rest
 #
 # Beside its update, a client of n samples tells whether that was within the round's clip: + or − n·τ·C, one number more
 # in the same vector. Updates travel in units of the clip: what is sent is u·C/C_t, shortened to C, where C is the clip

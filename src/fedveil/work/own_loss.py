@@ -1,4 +1,4 @@
-"""Losses of the caller's own: PyTorch's modules and any function of outputs and targets, tried out before training."""
+"""Code of the caller's own, tried out before training: losses, and whether anything is kept between samples."""
 
 from __future__ import annotations
 

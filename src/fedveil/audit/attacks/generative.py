@@ -46,7 +46,7 @@ from fedveil.audit.metrics import reduced
 from fedveil.audit.views import ClientView, Facts, ServerHistory, View
 from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError
 
-# --- A generative prior: what pictures of a kind look like, learned from public pictures without labels
+# --- a generative prior: what pictures of a kind look like, learned from public pictures without labels
 #
 # A variational autoencoder with convolutions. Its decoder maps z ~ N(0, I) to pictures in the box, and is made of
 # stages, so that a search may also enter it half-way, at the features between two stages.
