@@ -10,15 +10,16 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,report,tensorboard,mlflow,wandb,parquet,onnx,huggingface,he,paillier,flower,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,report,tensorboard,mlflow,wandb,parquet,onnx,huggingface,he,paillier,functional,flower,docs,dev]'
 	@touch $@
 
 run: setup
 	$(BIN)/fedveil demo
 
-# One process per core, one thread each: threads that spin for work starve the other processes. Bytecode is kept, for
-# tests start many interpreters; files go in their order (tests/conftest.py), so that the long ones do not come last.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# One process per core, one thread each: threads that spin for work starve the other processes, and where a test asks for
+# two they wait without. Bytecode is kept, for tests start many interpreters; files go in their order
+# (tests/conftest.py), so that the long ones do not come last.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) -m 'not slow' $(ARGS)

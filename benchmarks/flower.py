@@ -18,6 +18,8 @@ from pathlib import Path
 
 # Before torch and before any process is started: one thread each, or they starve one another.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Flower alone is an app of this folder's, and its processes import it by name wherever they were started.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 PARTS = ("split", "rounds", "simulation", "crowd", "load", "page")
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

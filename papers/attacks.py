@@ -226,6 +226,11 @@ def draw_sheet(
     return draw
 
 
+def sheet_note(rows: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Which row of a contact sheet is which; nothing where there is no sheet."""
+    return [f"Rows of the picture, from above: {'; '.join(name for name, _ in rows)}."] if len(rows) > 1 else []
+
+
 def short(value: float) -> float:
     """A figure with four digits, as files keep it."""
     return float(f"{float(value):.4g}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedveil import schemes
 from papers.cells import Cell, Figures, Results
 from papers.report import Check, Figure, Report
 from papers.stage import OnRound, Stage
@@ -26,6 +27,11 @@ _BOTH = " / "
 def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
     """The usual work of a cell: train it."""
     return stage.train(cell, seed=seed, on_round=on_round)
+
+
+def built(scheme: str) -> bool:
+    """Whether a scheme is here: rows of one that is not show the paper's figures and say so."""
+    return any(one.name == scheme for one in schemes.schemes())
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Entry:
     has_quick: bool = True
     draw: Draw | None = None
     takes_quick: str = ""
+    also: tuple[str, ...] = ()
+    """Other names that it goes by, where it covers more than one table or figure."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class Table:
         """The entry, with what only code can say of it."""
         texts = {name: self[name] for name in ("name", "what", "takes", "needs")}
         more = {name: self[name] for name in ("random", "has_quick", "takes_quick") if name in self.data}
+        more["also"] = tuple(self.data.get("also", ()))
         return Entry(**texts, **more, paper=self.data.get("paper", self.paper), cells=cells, report=report, **own)
 
 

@@ -1,4 +1,4 @@
-"""Accuracy-lossless perturbation: Tables II, III and IV, and training curves. Settings are in lossless.toml."""
+"""Accuracy-lossless perturbation: Tables II to IV, Figures 4 and 5, and training curves. Settings: lossless.toml."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ from fedveil.audit.views import ClientView
 from fedveil.data import Dataset
 from fedveil.downlink import Architecture
 from fedveil.engine import ClientPool
+from fedveil.errors import NumericError
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row as Round
 from fedveil.runs.job import Job
@@ -42,19 +44,32 @@ from papers.attacks import (
     proven,
     reference_figures,
     score_of,
+    sheet_note,
     short,
     side_by_side,
     told,
     tried,
 )
 from papers.cells import Cell, Figures, Results, figures_of, mean, number, standard_error
-from papers.entries import read_paper
+from papers.entries import Draw, Table, read_paper
+from papers.reconstruction import BLIND, Pictures, Tried
 from papers.report import EMPTY, Check, Report, paper, ratio
 from papers.report import short as text
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("lossless")
-_T2, _T3, _T4, _CURVES = (_PAPER.table(one) for one in ("table2", "table3", "table4", "curves"))
+_T2, _T3, _T4, _F5, _CURVES = (_PAPER.table(one) for one in ("table2", "table3", "table4", "fig5", "curves"))
+_PICTURES = Pictures(_F5)
+BASELINES: dict[str, dict[str, Any]] = _PAPER["baselines"]
+"""The paper's other defences: their settings by name."""
+
+
+def under(name: str, rate: float, *, quick: bool) -> dict[str, Any]:
+    """A defence's settings where FedAvg has this rate: one that would diverge at it has a part of it."""
+    parts = _PAPER["rates"]["quick" if quick else "full"]
+    return {**BASELINES[name], "lr": round(rate * parts.get(name, 1.0), 6)}
+
+
 FEDAVG, LOSSLESS, CONTROL, REORDERED = "fedavg", "lossless", "untrained", "reordered"
 
 # Table III: members told by a client.
@@ -68,12 +83,28 @@ def benches(quick: bool) -> list[dict[str, Any]]:
 
 def _table3_cells(quick: bool) -> tuple[Cell, ...]:
     pairs = itertools.product(benches(quick), (FEDAVG, LOSSLESS))
-    return tuple(membership.attacked_cell(bench, scheme, {"scheme": scheme}) for bench, scheme in pairs)
+    found = [membership.attacked_cell(bench, scheme, {"scheme": scheme}) for bench, scheme in pairs]
+    bare = [{name: value for name, value in one.items() if name != "veiled"} for one in benches(quick)]
+    for bench, name in itertools.product(bare, BASELINES):
+        found.append(membership.attacked_cell(bench, name, under(name, bench["settings"]["lr"], quick=quick)))
+    return tuple(found)
+
+
+def _told_under(results: Results, bench: Mapping[str, Any], name: str) -> Iterator[tuple[str, ...]]:
+    """A baseline's rows: what the model tells as clients receive it."""
+    where, cell = membership.shown_as(bench), membership.name_of(bench, name)
+    printed = _T3["printed_baselines"].get(bench["data"], {}).get(name, {})
+    ours = {"accuracy": membership.percent(results, cell, "accuracy")}
+    ours |= {row: membership.written(results, cell, row, membership.RECEIVED) for row in membership.NAMES}
+    for row, got in ours.items():
+        what = f"{name}: {membership.NAMES.get(row, row)}"
+        yield (where, what, EMPTY, EMPTY, EMPTY, paper(printed.get(row)), got, EMPTY, EMPTY, EMPTY)
 
 
 def _table3_report(results: Results, quick: bool) -> Report:
     shown = [one for one in benches(quick) if one.get("usual", True) or membership.name_of(one, FEDAVG) in results]
-    rows, checks = [], []
+    rows: list[tuple[str, ...]] = []
+    checks = []
     for bench in shown:
         where, printed = membership.shown_as(bench), _T3["printed"].get(bench["data"], {})
         plain, veiled = (membership.name_of(bench, one) for one in (FEDAVG, LOSSLESS))
@@ -88,6 +119,7 @@ def _table3_report(results: Results, quick: bool) -> Report:
             judged = membership.verdict_row(results, veiled, plain, row)
             line = (theirs[0], bare, theirs[1], sent, judged.gets, judged.unprotected, judged.verdict)
             rows.append((where, judged.attack, judged.chance, *line))
+        rows += [line for name in BASELINES for line in _told_under(results, bench, name)]
         checks.append(membership.told_without_protection(results, plain, where))
         checks.append(membership.close_accuracy(results, veiled, plain, where, points=_T3["points"]))
         checks += membership.guesses(results, veiled, plain, where)
@@ -107,6 +139,7 @@ _ROWS = (
     (FEDAVG, AS_IS, "FedAvg"),
     (LOSSLESS, AS_IS, "lossless, as received"),
     (LOSSLESS, ADAPTIVE, "lossless, head noise taken off"),
+    *((one, AS_IS, one.upper()) for one in BASELINES),
     (CONTROL, AS_IS, "control: an untrained model"),
 )
 
@@ -119,9 +152,10 @@ def private_classes(outputs: int) -> tuple[int, ...]:
 def _table4_cells(quick: bool) -> tuple[Cell, ...]:
     form = _T4.form(quick)
     found = [Cell(REFERENCES, {"quick": quick})]
-    for bench, label in itertools.product(form["benches"], (FEDAVG, LOSSLESS, CONTROL)):
+    for label, bench in itertools.product((FEDAVG, LOSSLESS, CONTROL, *BASELINES), form["benches"]):
         rounds = 1 if label == CONTROL else form["settings"]["rounds"]
         scheme = {"scheme": LOSSLESS, **form.get("lossless", {})} if label == LOSSLESS else {"scheme": FEDAVG}
+        scheme = under(label, form["settings"]["lr"], quick=quick) if label in BASELINES else scheme
         record = {"record": True, "record_rounds": str(rounds), "record_clients": str(_CLIENT)}
         shared = {**form["settings"], "dataset": bench["data"], "loss": "square", "rounds": rounds}
         settings = {**shared, **scheme, **record}
@@ -137,9 +171,12 @@ def _table4_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figu
     count = next(one["per_class"] for one in _T4.form(stage.quick)["benches"] if one["data"] == data)
     job = knowing(job, classes)
     with TemporaryDirectory(prefix="fedveil-inversion-") as folder:
-        subject = enacted(
-            job, Path(folder) / "record", on_round=lambda done: on_round(done, job.config.rounds), victims=()
-        )
+        try:
+            subject = enacted(
+                job, Path(folder) / "record", on_round=lambda done: on_round(done, job.config.rounds), victims=()
+            )
+        except NumericError as reason:
+            return {"device": stage.describe(), "torch": torch.__version__, "stopped": f"diverged: {reason}"}
         return _attacked(stage, subject, data, classes, count, seed=seed)
 
 
@@ -402,6 +439,8 @@ def _table4_notes(results: Results, form: Mapping[str, Any]) -> Iterator[str]:
             yield f"{data}: the judge is right on {judge:.0%} of pictures kept from its training."
         for (label, way, _), prior in itertools.product(_ROWS, PRIORS):
             for figures in figures_of(results, f"{data}/{label}")[:1]:
+                if "stopped" in figures and (prior, way) == (OTHERS, AS_IS):
+                    yield f"{data}/{label}: {figures['stopped']}"
                 if f"{prior} {way} reason" in figures:
                     words = _T4["priors"][prior]
                     yield f"{data}/{label}, {way}, prior of {words}: {figures[f'{prior} {way} reason']}"
@@ -433,7 +472,7 @@ def _curve_cells(quick: bool) -> tuple[Cell, ...]:
     return tuple(found)
 
 
-def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+def curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
     """Train, with a test evaluation after an epoch's worth of rounds."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = cell.more.get("tf32", False)
     job = _reordered(stage.job(cell, seed=seed)) if cell.more.get("reordered") else stage.job(cell, seed=seed)
@@ -445,11 +484,17 @@ def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figur
         on_round(state.round, job.config.rounds)
         if "test_accuracy" in row:
             rounds.append(float(row["round"]))
-            losses.append(float(row["loss"]))
+            if row.get("loss") is not None:  # under noise clients do not send it
+                losses.append(float(row["loss"]))
             curve.append(round(100 * float(row["test_accuracy"]), 3))
 
-    outcome = train_job(job, state=fresh_state(job), on_round=watch)
-    about: Figures = {"device": stage.describe(), "torch": torch.__version__, "seconds": round(outcome.seconds, 2)}
+    about: Figures = {"device": stage.describe(), "torch": torch.__version__}
+    try:
+        outcome = train_job(job, state=fresh_state(job), on_round=watch)
+    except NumericError as reason:
+        stopped = f"diverged: {reason}"
+        return {**about, "stopped": stopped, "evaluated": rounds, "loss": losses, "curve": curve}
+    about["seconds"] = round(outcome.seconds, 2)
     assert outcome.client_view is not None
     received = outcome.client_view.received.accuracy
     sent: Figures = {"client_view_accuracy": received, "bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
@@ -497,6 +542,9 @@ def _draw_curves(results: Results, quick: bool, path: Path) -> None:
     draw_panels(results, [(label, run["name"], run["epoch"]) for label, run in runs], path)
 
 
+_ACROSS = 4
+
+
 def draw_panels(results: Results, panels: Sequence[tuple[str, str, int]], path: Path) -> None:
     """A panel for each label that has cells, with its title and the rounds of an epoch; a line for each run."""
     import matplotlib
@@ -510,8 +558,10 @@ def draw_panels(results: Results, panels: Sequence[tuple[str, str, int]], path: 
         LOSSLESS: {"color": "#cc6677", "linestyle": (0, (4, 2))},
     }
     there = [one for one in panels if any(figures_of(results, f"{one[0]}/{scheme}") for scheme in looks)]
-    figure, axes = pyplot.subplots(1, max(1, len(there)), figsize=(6.5 * max(1, len(there)), 4.2), squeeze=False)
-    for axis, (label, title, epoch) in zip(axes[0], there, strict=False):
+    across = min(_ACROSS, max(1, len(there)))
+    down = max(1, math.ceil(len(there) / across))
+    figure, axes = pyplot.subplots(down, across, figsize=(6.5 * across, 4.2 * down), squeeze=False)
+    for axis, (label, title, epoch) in zip(axes.flatten(), there, strict=False):
         for scheme, look in looks.items():
             for place, figures in enumerate(figures_of(results, f"{label}/{scheme}")):
                 rounds, curve = figures["evaluated"], figures["curve"]
@@ -531,26 +581,41 @@ def draw_panels(results: Results, panels: Sequence[tuple[str, str, int]], path: 
 # Table II: the accuracy that networks reach.
 
 
-def _table2_labels(quick: bool) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+def _labels(table: Table, quick: bool) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Every setting: the start of its cells' names, the run, the loss."""
-    form = _T2.form(quick)
+    form = table.form(quick)
     for run, loss in itertools.product(form["runs"], form["losses"]):
-        yield f"{run['model']}/k{run['clients']}/{loss}", run, loss
+        yield f"{_network(run)}/k{run['clients']}/{loss}", run, loss
 
 
-def _table2_cells(quick: bool) -> tuple[Cell, ...]:
-    form, cells = _T2.form(quick), []
-    for label, run, loss in _table2_labels(quick):
+def _network(run: Mapping[str, Any]) -> str:
+    """The network, with the data set where it is not the table's main one."""
+    return f"{run['data']}/{run['model']}" if "data" in run else str(run["model"])
+
+
+def accuracy_cells(table: Table, quick: bool) -> tuple[Cell, ...]:
+    """FedAvg and the method on every network, with every number of clients and loss; then the paper's baselines."""
+    form, cells, others = table.form(quick), [], []
+    for label, run, loss in _labels(table, quick):
         own = {"model": run["model"], "clients": run["clients"], "rounds": run["rounds"], "lr": run["lr"][loss]}
-        shared = {**form["settings"], **own, "loss": loss, "evaluate_every": run["epoch"]}
+        data = {"dataset": run["data"]} if "data" in run else {}
+        shared = {**form["settings"], **data, **own, "loss": loss, "evaluate_every": run["epoch"]}
         usual, more = run.get("usual", True), {"tf32": True} if run.get("tf32") else {}
         plain = {**shared, "scheme": FEDAVG}
-        veiled = {**shared, "scheme": LOSSLESS, **form["losses"][loss]["veiled"]}
         cells.append(Cell(f"{label}/{FEDAVG}", plain, usual=usual, more=more))
-        cells.append(Cell(f"{label}/{LOSSLESS}", veiled, usual=usual, more=more))
-        if not quick:
+        if "veiled" in form["losses"][loss]:
+            veiled = {**shared, "scheme": LOSSLESS, **form["losses"][loss]["veiled"]}
+            cells.append(Cell(f"{label}/{LOSSLESS}", veiled, usual=usual, more=more))
+        if form.get("reordered") and "data" not in run:
             cells.append(Cell(f"{label}/{REORDERED}", plain, usual=usual, more={**more, "reordered": True}))
-    return tuple(cells)
+        if loss == table.data.get("baseline_loss"):
+            for name in BASELINES:
+                wanted, settings = (
+                    usual and (quick or run.get("baselines", False)),
+                    {**shared, **under(name, own["lr"], quick=quick)},
+                )
+                others.append(Cell(f"{label}/{name}", settings, usual=wanted, more=more))
+    return (*cells, *others)
 
 
 def _reordered(job: Job) -> Job:
@@ -575,32 +640,59 @@ def _last(results: Results, cell: str) -> dict[int, float]:
     return {seed: curve[-1] for seed, curve in curves.items() if isinstance(curve, list) and curve}
 
 
-def _table2_report(results: Results, quick: bool) -> Report:
-    form, rows, checks = _T2.form(quick), [], []
-    for label, run, loss in _table2_labels(quick):
+def accuracy_report(table: Table, results: Results, quick: bool) -> Report:
+    """The table, and whether the method ends where FedAvg does."""
+    form, rows, checks = table.form(quick), [], []
+    compared = "baseline_loss" in table.data
+    for label, run, loss in _labels(table, quick):
         plain, again, ours = (_last(results, f"{label}/{one}") for one in (FEDAVG, REORDERED, LOSSLESS))
-        if not run.get("usual", True) and not (plain or ours):
+        others = {one: _last(results, f"{label}/{one}") for one in BASELINES}
+        if not run.get("usual", True) and not (plain or ours or any(others.values()) or form.get("all_rows")):
             continue
-        name = f"{run['model']}, {run['clients']} clients, {loss}"
-        printed = _T2["printed"].get(run["model"], {}).get(str(run["clients"]), (None, None))
+        name = f"{_network(run)}, {run['clients']} clients, {loss}"
+        printed = _printed(table, run, loss)
         errors = [standard_error(values) for values in (plain, ours)]
         error = None if None in errors else math.hypot(*(one for one in errors if one is not None))
         gap = statistics.mean(ours.values()) - statistics.mean(plain.values()) if plain and ours else None
         shown = [text(mean(values), "{:.2f}") for values in (plain, again, ours)]
         theirs = [text(one, "{:.2f}") for one in printed]
+        baselines = [
+            f"{theirs[place]} / {text(mean(values), '{:.2f}')}" for place, values in enumerate(others.values(), 2)
+        ]
         rows.append(
             (
-                *(run["model"], str(run["clients"]), loss, theirs[0], shown[0], shown[1], theirs[1], shown[2]),
+                *(_network(run), str(run["clients"]), loss, theirs[0], shown[0], shown[1], theirs[1], shown[2]),
                 *(text(gap, "{:+.2f}"), text(error, "{:.2f}"), f"{len(plain)}, {len(ours)}"),
+                *(baselines if compared else ()),
             )
         )
-        least = form["losses"][loss]["least"]
+        if "veiled" not in form["losses"][loss]:
+            continue
+        least = run.get("least", form["losses"][loss]["least"])
         for scheme, values, shown_mean in ((FEDAVG, plain, shown[0]), (LOSSLESS, ours, shown[2])):
             held = statistics.mean(values.values()) >= least if values else None
             checks.append(Check(f"{name}: {scheme} reaches {least:g} %", held, shown_mean, premise=scheme == FEDAVG))
         enough = min(len(plain), len(ours)) >= _T2["seeds"]
         checks.append(_ends_alike(name, gap, error, enough=enough, quick=quick))
-    return _T2.report(rows, checks, quick=quick, notes=_T2.notes())
+        if compared and loss == table["baseline_loss"] and (any(others.values()) or run.get("baselines") or quick):
+            checks += _ahead(name, mean(ours), {one: mean(values) for one, values in others.items()})
+    return table.report(rows, checks, quick=quick, notes=table.notes())
+
+
+def _printed(table: Table, run: Mapping[str, Any], loss: str) -> list[float | None]:
+    """FedAvg, the method, and the baselines."""
+    found = table["printed"].get(_network(run), {})
+    by_loss = found.get(loss, {}) if loss in found else found
+    there = list(by_loss.get(str(run["clients"]), ()))
+    return [*there, *[None] * (2 + len(BASELINES) - len(there))]
+
+
+def _ahead(name: str, ours: float | None, others: Mapping[str, float | None]) -> Iterator[Check]:
+    """The paper's claim: the method is more accurate than every other defence."""
+    for one, theirs in others.items():
+        seen = "" if ours is None or theirs is None else f"{ours:.2f} and {theirs:.2f}"
+        held = None if ours is None or theirs is None else ours > theirs
+        yield Check(f"{name}: lossless is more accurate than {one}", held, seen)
 
 
 def _ends_alike(name: str, gap: float | None, error: float | None, *, enough: bool, quick: bool) -> Check:
@@ -619,17 +711,68 @@ def _ends_alike(name: str, gap: float | None, error: float | None, *, enough: bo
     return Check(claim, abs(gap) <= _T2["errors"] * error, seen)
 
 
-def _draw_table2(results: Results, quick: bool, path: Path) -> None:
-    panels = [
-        (label, f"{run['model']}, {run['clients']} clients, {loss}", run["epoch"])
-        for label, run, loss in _table2_labels(quick)
-    ]
-    draw_panels(results, panels, path)
+def draw_accuracy(table: Table) -> Draw:
+    """A panel for each setting."""
+
+    def draw(results: Results, quick: bool, path: Path) -> None:
+        panels = [
+            (label, f"{_network(run)}, {run['clients']} clients, {loss}", run["epoch"])
+            for label, run, loss in _labels(table, quick)
+        ]
+        draw_panels(results, panels, path)
+
+    return draw
+
+
+# Figure 5: DLG against lossless and against PPDL with more and more noise.
+
+
+def _fig5_report(results: Results, quick: bool) -> Report:
+    rows, checks = [], []
+    for place in _PICTURES.places(quick):
+        found = Tried(results, place)
+        if not (place.usual or figures_of(results, place.cell(FEDAVG))):
+            continue
+        for scheme, own in _F5["schemes"].items():
+            got = [found.row(scheme, one) for one in place.attacks]
+            told = [f"{one.attack} {one.gets} {one.verdict}".rstrip() for one in got]
+            blind = level(found.score(scheme, BLIND))
+            rows.append(
+                (
+                    place.data,
+                    place.model,
+                    _F5["names"][scheme],
+                    str(own.get("noise_variance", EMPTY)),
+                    "; ".join(told),
+                    blind,
+                )
+            )
+        attack = found.effective()
+        claim = f"{place.name}: DLG rebuilds pictures from FedAvg's gradients"
+        ran = bool(figures_of(results, place.cell(FEDAVG)))
+        checks.append(Check(claim, attack is not None if ran else None, attack or "", premise=True))
+        for scheme, claim in _F5["claims"].items():
+            checks.append(found.nothing(scheme, place.attacks, f"{place.name}: {claim}"))
+    return _F5.report(rows, checks, quick=quick, notes=[*_F5.notes(), *sheet_note(fig5_rows(results, quick))])
+
+
+def fig5_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
+    """Originals, then what the best attack made of them under every scheme."""
+    rows = []
+    for place, scheme in itertools.product(_PICTURES.places(quick), _F5["schemes"]):
+        for figures in figures_of(results, place.cell(scheme))[:1]:
+            if scheme == FEDAVG and (originals := from_text(figures, "originals")) is not None:
+                rows.append((f"{place.name} originals", originals))
+            best = Tried(results, place).best(scheme, place.attacks)
+            if (made := from_text(figures, f"{best} pictures")) is not None:
+                rows.append((f"{place.name} {_F5['names'][scheme]}", made))
+    return rows
 
 
 ENTRIES = (
-    _T2.entry(_table2_cells, _table2_report, work=_curve_work, draw=_draw_table2),
+    _T2.entry(partial(accuracy_cells, _T2), partial(accuracy_report, _T2), work=curve_work, draw=draw_accuracy(_T2)),
     _T3.entry(_table3_cells, _table3_report, work=membership.work),
     _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),
-    _CURVES.entry(_curve_cells, _curve_report, work=_curve_work, draw=_draw_curves),
+    _F5.entry(_PICTURES.cells, _fig5_report, work=_PICTURES.work, draw=draw_sheet(fig5_rows)),
+    _CURVES.entry(_curve_cells, _curve_report, work=curve_work, draw=_draw_curves),
 )

@@ -1,65 +1,39 @@
-"""MP-DP: Figure 3, Tables 2 and 4. Settings and printed numbers are in mpdp.toml."""
+"""MP-DP: Figure 3, Tables 1 to 6. Settings and printed numbers are in mpdp.toml."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedveil.audit.attacks.gradients import client_gradient
-from fedveil.audit.findings import Found, Score, Truth
-from fedveil.audit.measures import Likeness, matched
-from fedveil.audit.record import server_view
-from fedveil.audit.subject import Effort, Subject, enacted
-from fedveil.audit.trials import uploads_of
-from fedveil.audit.views import ServerView
-from fedveil.engine import ClientPool
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.runs.job import Job
 from fedveil.uplink.assumed import AssumedNoise
-from fedveil.work.batches import mixed_seed
-from fedveil.work.messages import ClientData
-from papers import membership
-from papers.attacks import (
-    INEFFECTIVE,
-    REFERENCES,
-    Scale,
-    VerdictRow,
-    as_text,
-    draw_sheet,
-    from_text,
-    interval,
-    judge_of,
-    level,
-    meaning,
-    proven,
-    reason_of,
-    reference_figures,
-    scale_of,
-    short,
-    side_by_side,
-    told,
-    tried,
-)
-from papers.cells import Cell, Figures, Results, difference, figures_of, listed, mean, numbers
-from papers.entries import read_paper
-from papers.report import EMPTY, Check, Report, paper, shown
+from papers import costs, membership
+from papers.attacks import REFERENCES, VerdictRow, draw_sheet, from_text, interval, level, proven, sheet_note
+from papers.cells import Cell, Figures, Results, difference, figures_of, mean, mean_of, number, numbers
+from papers.entries import Table, built, read_paper
+from papers.lossless import curve_work
+from papers.reconstruction import ADAPTIVE, BLIND, PHI, RANDOM, Pictures, Place, Tried, attacked
+from papers.report import EMPTY, Check, Report, paper, ratio, short, shown
 from papers.stage import OnRound, Stage, composed
 
 _PAPER = read_paper("mpdp")
-_ACCURACY, _T2, _T4 = (_PAPER.table(one) for one in ("accuracy", "table2", "table4"))
+_ACCURACY, _T1, _T2, _T3, _T4, _T5 = (
+    _PAPER.table(one) for one in ("accuracy", "table1", "table2", "table3", "table4", "table5")
+)
+NOT_BUILT = "not built"
 Bench = Mapping[str, Any]
 
 # Figure 3: accuracy against ε.
 
 LOCAL = "mp-ldp"
 NOISY = tuple(_ACCURACY["schemes"])
+HONEST = {"tp-smc": None, "tp-smc-two": 2}
+"""Of TP-SMC's rows: how many clients are honest, None for all of them."""
 
 
 def accuracy_cell(bench: Bench, scheme: str, epsilon: float | None = None) -> str:
@@ -80,8 +54,18 @@ def _accuracy_cells(quick: bool) -> tuple[Cell, ...]:
         found.append(Cell(accuracy_cell(bench, "fedavg"), {**shared, "scheme": "fedavg"}, samples, usual=usual))
         for epsilon, (label, own) in itertools.product(bench["epsilons"], _ACCURACY["schemes"].items()):
             settings = {**shared, **own, "epsilon": epsilon, "delta": _ACCURACY["delta"]}
-            found.append(Cell(accuracy_cell(bench, label, epsilon), settings, samples, usual=usual))
+            more = {}
+            if label in HONEST:
+                settings |= hybrid_settings(bench["data"], bench["clients"], HONEST[label])
+                more = {"masked": True}
+            found.append(Cell(accuracy_cell(bench, label, epsilon), settings, samples, usual=usual, more=more))
     return tuple(found)
+
+
+def hybrid_settings(data: str, clients: int, honest: int | None) -> dict[str, Any]:
+    """What TP-SMC needs: how many clients may side with the server, and a network on which records can be clipped."""
+    share = 0.0 if honest is None else (clients - honest) / clients
+    return {"collusion": share, **_PAPER["without_batch_norm"].get(data, {})}
 
 
 def _accuracy_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
@@ -146,10 +130,16 @@ def _gaps(ours: Mapping[str, Mapping[int, float]], plain: Mapping[int, float], w
 def _table4_cells(quick: bool) -> tuple[Cell, ...]:
     found = []
     for bench in _T4.form(quick)["benches"]:
-        for method in _T4["methods"].values():
-            scheme = {name: value for name, value in method.items() if name != "cell"}
+        for method in (one for one in _T4["methods"].values() if built(one["scheme"])):
+            scheme = {name: value for name, value in method.items() if name not in ("cell", "masked")}
             slow = bench["noisy"] if method["cell"] in _T4["slow"] else {}
-            found.append(membership.attacked_cell(bench, method["cell"], {**scheme, **slow}))
+            # What has no veil takes no setting of one.
+            own = {name: value for name, value in bench.items() if name != "veiled" or not method.get("masked")}
+            if method["scheme"] in _T4["clipped"]:
+                slow = {**slow, **_PAPER["without_batch_norm"].get(bench["data"], {})}
+            cell = membership.attacked_cell(own, method["cell"], {**scheme, **slow})
+            masked = {"masked": True} if method.get("masked") else {}
+            found.append(replace(cell, more={**cell.more, **masked}))
     return tuple(found)
 
 
@@ -162,10 +152,11 @@ def _table4_report(results: Results, quick: bool) -> Report:
         printed = _T4["printed"].get(bench["data"], {})
         for method, own in _T4["methods"].items():
             cell = membership.name_of(bench, own["cell"])
-            rows += _members(results, where, method, cell, plain, printed.get(method))
-        for method in (one for one in _PAPER["not_built"] if one in printed):
-            accuracy, success = map(paper, printed[method])
-            rows.append((where, method, accuracy, "not built", EMPTY, EMPTY, EMPTY, success, *(EMPTY,) * 4))
+            if built(own["scheme"]):
+                rows += _members(results, where, method, cell, plain, printed.get(method))
+            elif method in printed:
+                accuracy, success = map(paper, printed[method])
+                rows.append((where, method, accuracy, NOT_BUILT, EMPTY, EMPTY, EMPTY, success, *(EMPTY,) * 4))
         checks.append(membership.told_without_protection(results, plain, where))
         noisy, quiet = (membership.name_of(bench, one) for one in ("mpdp", "mpdp-quiet"))
         words = f"{where}, MP-DP at ε = {_T4['epsilon']:g}"
@@ -193,240 +184,33 @@ def _members(
 
 # Table 2: reconstruction by the server from one upload.
 
-PHI, ADAPTIVE = "Φ", "phi"
 SCHEMES = tuple(_T2["schemes"])
-BLIND, RANDOM = "mean picture", "random picture"
-_BOX = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A data set, a network, a batch size, and the attacks that are tried there."""
-
-    data: str
-    model: str
-    batch: int
-    attacks: list[str]
-    usual: bool = True
-
-    @property
-    def name(self) -> str:
-        """As cells begin."""
-        return f"{self.data}/{self.model}/b{self.batch}"
-
-    @property
-    def matching(self) -> list[str]:
-        """The attacks that read the gradient itself, as the paper's does."""
-        return [one for one in self.attacks if one != ADAPTIVE]
-
-    def cell(self, scheme: str) -> str:
-        """A cell's name."""
-        return f"{self.name}/{scheme}"
-
-
-def places(quick: bool) -> list[Place]:
-    """Where attacks are tried; the first is the table's main row."""
-    return [Place(**one) for one in _T2.form(quick)["places"]]
-
-
-def attacks(quick: bool) -> list[str]:
-    """Every attack that is tried anywhere."""
-    return list(dict.fromkeys(one for place in places(quick) for one in place.attacks))
-
-
-def _table2_cells(quick: bool) -> tuple[Cell, ...]:
-    clients = _T2.form(quick)["clients"]
-    found = [Cell(REFERENCES, {"attacks": ", ".join(attacks(quick))})]
-    for place, (label, own) in itertools.product(places(quick), _T2["schemes"].items()):
-        where = {"dataset": place.data, "model": place.model, "clients": clients}
-        settings = {**where, **_T2["settings"], "record_clients": f"0-{clients - 1}", **own}
-        found.append(Cell(place.cell(label), settings, clients * place.batch, usual=place.usual))
-    return tuple(found)
-
-
-def _table2_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
-    if cell.name == REFERENCES:
-        names = cell.settings["attacks"].split(", ")
-        # With the small budget, which most attacks get in the full form too: what they show with it, they can.
-        return reference_figures(names, Effort(quick=True, seed=seed, device=stage.device))
-    place = next(one for one in places(stage.quick) if cell.name.startswith(f"{one.name}/"))
-    scale = scale_of(stage, place.data)
-    with TemporaryDirectory(prefix="fedveil-mpdp-") as folder:
-        subject = enacted(between(stage.job(cell, seed=seed), scale), Path(folder) / "record", rounds=1)
-        return _attacked(stage, subject, place, scale, seed=seed)
-
-
-def between(job: Job, scale: Scale) -> Job:
-    """The same job on pictures from 0 to 1: on standardised ones sigmoids saturate, and attacks lose their signal."""
-    clients = job.pool.clients
-    parts = [one.take(torch.arange(len(one))) for one in clients]
-    assert job.test is not None
-    return replace(
-        job,
-        pool=ClientPool(tuple(ClientData(one.client, scale(x), y) for one, (x, y) in zip(clients, parts, strict=True))),
-        test=replace(job.test, x=scale(job.test.x)),
-    )
-
-
-def _victims(subject: Subject, place: Place) -> tuple[list[ServerView], list[Truth]]:
-    """Views of uploads, and the samples behind them."""
-    views: list[ServerView] = []
-    truths: list[Truth] = []
-    for one in uploads_of(subject):
-        x, y = (part.cpu() for part in subject.batch(one.client, round=one.round))
-        # Among several samples classes are granted to the attacker, as the literature does: an upper bound.
-        labels = y if place.batch > 1 else None
-        views.append(server_view(subject.record, one.client, round=one.round, attempt=one.attempt, labels=labels))
-        truths.append({"x": x, "y": y})
-    return views, truths
-
-
-def _attacked(stage: Stage, subject: Subject, place: Place, scale: Scale, *, seed: int) -> Figures:
-    views, truths = _victims(subject, place)
-    public = subject.halves()[0].x.cpu().float()
-    judge, apart = judge_of(stage, place.data, scale=scale)
-    measure = Likeness(peak=1.0, chance=0.0, random=0.0, judge=lambda: judge)
-    generator = torch.Generator().manual_seed(seed)
-    blind: list[Found] = [{"inputs": public.mean(0).expand_as(truth["x"]), "labels": truth["y"]} for truth in truths]
-    random: list[Found] = [
-        {"inputs": torch.rand(truth["x"].shape, generator=generator), "labels": truth["y"]} for truth in truths
-    ]
-
-    def scored(name: str, found: Sequence[Found], *, labels: bool = False) -> Figures:
-        """Each victim's PSNR, squared error in the data's own units, and that of the judge's features over that of
-        two different pictures."""
-        scores = [measure.score([one], [truth]) for one, truth in zip(found, truths, strict=True)]
-        kept: dict[str, list[float]] = {
-            "psnr": [score.value for score in scores],
-            "mse": [score.more["mse"] * scale.square for score in scores],
-            "features": [score.more["feature mse"] / apart for score in scores],
-        }
-        if labels:
-            right = [matched(one["labels"], each["y"]) for one, each in zip(found, truths, strict=True)]
-            kept["labels"] = [float(hits.double().mean()) for hits in right]
-        return {f"{name} {what}": [short(one) for one in values] for what, values in kept.items()}
-
-    def run(name: str) -> list[Found | str]:
-        seen = [replace(one, known={"public.x": public}) for one in views] if name == "generative" else views
-        return tried(name, seen, [_told(stage, name, seed=seed, victim=victim) for victim in range(len(views))])
-
-    figures: Figures = {
-        "device": stage.describe(),
-        "torch": torch.__version__,
-        "parameters": subject.job.architecture.size,
-        "victims": len(views),
-        "judge": short(judge.accuracy),
-        "noise": [short(_distance(*pair)) for pair in zip(views, truths, strict=True)],
-        "shape": [float(one) for one in subject.job.facts.input_shape],
-        "originals": as_text(torch.cat([one["x"] for one in truths])[: _T2["shown"]], box=_BOX),
-        **scored(BLIND, blind),
-        **scored(RANDOM, random),
-    }
-    for name, outcome in side_by_side(place.attacks, run).items():
-        if reason := reason_of(outcome):
-            figures[f"{name} reason"] = reason
-            continue
-        found = [one for one in outcome if not isinstance(one, str)]
-        figures |= scored(name, found, labels=True)
-        figures[f"{name} pictures"] = as_text(torch.cat([one["inputs"] for one in found])[: _T2["shown"]], box=_BOX)
-    return figures
-
-
-def _told(stage: Stage, attack: str, *, seed: int, victim: int) -> dict[str, Any]:
-    return {
-        "quick": stage.quick or attack in _T2.form(stage.quick)["hasty"],
-        "seed": mixed_seed(seed, victim) % 2**31,
-        "device": stage.device,
-        "box": list(_BOX),
-        **(_T2["long_search"] if attack == ADAPTIVE and not stage.quick else {}),
-        "thorough_prior": not stage.quick,
-    }
-
-
-def _distance(view: ServerView, truth: Truth) -> float:
-    """‖ĝ − g‖/‖g‖ of the gradient that the server reads from the upload; −1 where it cannot read one."""
-    if view.recovered is None:
-        return -1.0
-    plain = client_gradient(view.model().double(), view.facts.objective(), truth["x"].double(), truth["y"])
-    return float((view.recovered.gradient.double() - plain).norm() / plain.norm())
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """What attacks got at one place, read back."""
-
-    results: Results
-    place: Place
-
-    def listed(self, scheme: str, what: str) -> list[float]:
-        return listed(self.results, self.place.cell(scheme), what)
-
-    def score(self, scheme: str, attack: str, what: str = "psnr") -> Score | None:
-        """A figure's mean over victims, with its interval."""
-        return interval(self.listed(scheme, f"{attack} {what}"))
-
-    def best(self, scheme: str, attacks: Sequence[str]) -> str | None:
-        """The attack with the highest mean PSNR."""
-        there = {name: one.value for name in attacks if (one := self.score(scheme, name)) is not None}
-        return max(there, key=lambda name: there[name]) if there else None
-
-    def row(self, scheme: str, attack: str) -> VerdictRow:
-        """What an attack's figure means beside the mean picture's and the same attack's without protection.
-
-        Φ does not exist without protection: beside it stands the best of the others, or what it gets itself if more.
-        """
-        ours, blind = self.score(scheme, attack), self.score(scheme, BLIND)
-        other = self.best("fedavg", self.place.matching) if attack == ADAPTIVE else attack
-        bare = None if other is None else self.score("fedavg", other)
-        word = None
-        if ours is not None and blind is not None:
-            if attack == ADAPTIVE and bare is not None and ours.value > bare.value:
-                bare = ours
-            chance = Likeness(peak=1.0, chance=blind.value, random=blind.value)
-            word = meaning(chance, ours, bare, works=proven(self.results, attack))
-        refused = any(f"{attack} reason" in one for one in figures_of(self.results, self.place.cell(scheme)))
-        gets = "not applicable" if ours is None and refused else level(ours)
-        return VerdictRow(
-            attack, attack == ADAPTIVE, gets, level(blind), level(bare), "" if word is None else told(word)
-        )
-
-    def effective(self) -> str | None:
-        """The best attack without protection, if it gets anywhere there."""
-        attack = self.best("fedavg", self.place.matching)
-        works = attack is not None and self.row("fedavg", attack).verdict == "as if unprotected"
-        return attack if works else None
-
-    def nothing(self, scheme: str, attacks: Sequence[str], claim: str) -> Check:
-        """Whether every attack stays within the margin of the mean picture; open where none works unprotected."""
-        there = {name: one for name in attacks if (one := self.score(scheme, name)) is not None}
-        blind, seen = self.score(scheme, BLIND), ", ".join(f"{name}: {level(one)}" for name, one in there.items())
-        if not there or blind is None:
-            return Check(claim, None, seen)
-        seen = f"{seen}; mean picture {blind.value:.1f} dB"
-        beyond = any(one.surely > blind.value + _T2["margin"] for one in there.values())
-        if not beyond and self.effective() is None:
-            return Check(claim, None, f"{seen}; {INEFFECTIVE} even without protection")
-        return Check(claim, not beyond, seen)
+_PICTURES = Pictures(_T2)
+places, attacks = _PICTURES.places, _PICTURES.attacks
 
 
 def _table2_report(results: Results, quick: bool) -> Report:
-    found = [_Tried(results, place) for place in places(quick)]
+    found = [Tried(results, place, _T2["margin"]) for place in places(quick)]
     notes = [*([_T2["quick"]["note"]] if quick else []), *_T2.notes(clients=_T2.form(quick)["clients"])]
     rows, checks = list(_table2_rows(found)), list(_table2_checks(found))
-    return _T2.report(rows, checks, quick=quick, notes=[*notes, *_table2_notes(results, found, quick)])
+    more = [*_table2_notes(results, found, quick), *sheet_note(sheet_rows(results, quick))]
+    return _T2.report(rows, checks, quick=quick, notes=[*notes, *more])
 
 
-def _table2_rows(found: Sequence[_Tried]) -> Iterator[tuple[str, ...]]:
-    for number, one in enumerate(found):
+def _table2_rows(found: Sequence[Tried]) -> Iterator[tuple[str, ...]]:
+    for one in found:
+        main = one is found[0]
         where = (one.place.data, one.place.model, str(one.place.batch))
         for scheme in SCHEMES:
-            if number == 0 or figures_of(one.results, one.place.cell(scheme)):
-                yield (*where, *_table2_row(one, scheme, main=number == 0))
-        for name in _PAPER["not_built"] if number == 0 else ():
-            yield (*where, name, _printed(name), *(EMPTY,) * 3, "not built", *(EMPTY,) * 3)
+            if not built(_T2["schemes"][scheme]["scheme"]):
+                if main:
+                    nothing = (*(EMPTY,) * 3, NOT_BUILT, *(EMPTY,) * 3)
+                    yield (*where, _T2["names"][scheme], _printed(scheme), *nothing)
+            elif main or figures_of(one.results, one.place.cell(scheme)):
+                yield (*where, *_table2_row(one, scheme, main=main))
 
 
-def _table2_row(found: _Tried, scheme: str, *, main: bool) -> tuple[str, ...]:
+def _table2_row(found: Tried, scheme: str, *, main: bool) -> tuple[str, ...]:
     place, noise = found.place, found.listed(scheme, "noise")
     top, bare = found.best(scheme, place.attacks), found.best("fedavg", place.matching)
     beside = EMPTY
@@ -453,7 +237,7 @@ def _printed(scheme: str) -> str:
     return ", ".join(f"{one:.2f}" for one in _T2["printed"][scheme]) if scheme in _T2["printed"] else EMPTY
 
 
-def _table2_checks(found: Sequence[_Tried]) -> Iterator[Check]:
+def _table2_checks(found: Sequence[Tried]) -> Iterator[Check]:
     main = found[0]
     name, phi = main.place.name, main.score("mpdp", ADAPTIVE)
     claim = f"{name}: MP-DP's noise keeps attacks on the gradient from reconstructing (the paper's claim)"
@@ -482,7 +266,7 @@ def _table2_checks(found: Sequence[_Tried]) -> Iterator[Check]:
     yield Check(claim, held, "; ".join(f"{place}: {part.seen}" for place, part in parts.items()))
 
 
-def _cdp_hides(found: _Tried) -> Check:
+def _cdp_hides(found: Tried) -> Check:
     claim = (
         f"{found.place.name}: MP-CDP hides uploads from the server better than FedAvg (12.15 against 13.56 dB printed)"
     )
@@ -496,7 +280,7 @@ def _cdp_hides(found: _Tried) -> Check:
     return Check(claim, ours.value < bare.low, seen)
 
 
-def _gives_away(found: _Tried) -> Check:
+def _gives_away(found: Tried) -> Check:
     claim = (
         f"{found.place.name}: {PHI}, which travels bare, gives a batch of one away whatever noise covers the gradient"
     )
@@ -509,7 +293,7 @@ def _gives_away(found: _Tried) -> Check:
     return Check(claim, ours.surely > max(20.0, blind.value + _T2["margin"]), seen + exact)
 
 
-def _table2_notes(results: Results, found: Sequence[_Tried], quick: bool) -> Iterator[str]:
+def _table2_notes(results: Results, found: Sequence[Tried], quick: bool) -> Iterator[str]:
     reached: Figures = next(iter(figures_of(results, REFERENCES)), {})
     said = [
         f"{one} {float(value):.0f} dB of {reached[f'{one} asked']:g} asked"
@@ -534,14 +318,319 @@ def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
                 rows.append((f"{place.name} originals", originals))
             rows += [
                 (f"{place.cell(scheme)} {attack}", made)
-                for attack in (_Tried(results, place).best(scheme, place.matching), ADAPTIVE)
+                for attack in (Tried(results, place).best(scheme, place.matching), ADAPTIVE)
                 if (made := from_text(figures, f"{attack} pictures")) is not None
             ]
     return rows
 
 
+# Tables 1 and 5: what rounds cost, and how long it takes to a target.
+
+_COSTS = _PAPER["costs"]
+METHODS = tuple(_COSTS["methods"])
+VARIANT = "mpdp-record"
+"""MP-DP trained for another sensitivity: it costs what MP-DP costs."""
+SERVER_PARTS, CLIENT_PARTS = ("MP", "Recover", "Agg", "Grad_Dec"), ("Train", "Grad_Enc", "DP", "decrypting")
+COLUMNS = ("MP", "Recover", "Agg", "Grad_Dec", "Key_Gen", "Train", "Grad_Enc", "DP")
+_TIMED = {
+    "Agg": "adding",
+    "Grad_Dec": "decrypting (server)",
+    "Key_Gen": "making keys",
+    "Grad_Enc": "encrypting",
+    "DP": "noise",
+    "decrypting": "decrypting (client)",
+}
+"""The paper's columns, and what is timed for them on a slice of the network; on the whole of it: MP, Recover, Train."""
+
+
+def _cost_cells(networks: Mapping[str, Any], counts: Sequence[int], *, quick: bool) -> Iterator[Cell]:
+    """The local work of one client on the whole network, and a round of every method: with ciphers on a small one."""
+    form = _COSTS["quick" if quick else "full"]
+    for name, network in networks.items():
+        own = {"model": network["model"], "rounds": 1}
+        more = {"shape": network["shape"], "outputs": network["outputs"]}
+        for work, settings in _COSTS["works"].items():
+            alone = {"clients": 1, **own, "rounds": _COSTS["rounds"], "lr": _COSTS["lr"], **settings}
+            yield Cell(f"{name}/pace/{work}", alone, more={**more, "samples": network["batch"]})
+        for clients, (label, method) in itertools.product(counts, _COSTS["methods"].items()):
+            settings = {"clients": clients, **own, **method["settings"]}
+            facts = {**more, "samples": _COSTS["samples"]}
+            if method.get("sliced"):
+                width = form["widths"][label][clients > _COSTS["few"]]
+                settings |= {"model": "mlp", "model_options": {"depth": 2, "width": width}, **form["cipher"][label]}
+                facts |= {"shape": [1, 8, 8], "outputs": 10, "key_bits": form["key_bits"]}
+            if built(method["settings"]["scheme"]):
+                yield Cell(f"{name}/k{clients}/{label}", settings, more=facts)
+
+
+def _cost_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    return {"device": "cpu, 1 thread", **costs.columns_of(cell.settings, **cell.more)}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one core that rounds of a network take with so many clients, read back."""
+
+    results: Results
+    name: str
+    network: Mapping[str, Any]
+    clients: int
+
+    @property
+    def rounds(self) -> float:
+        """Rounds of an epoch."""
+        return float(self.network["samples"] / (self.clients * self.network["batch"]))
+
+    def part(self, label: str, column: str) -> float | None:
+        """One column: of a round, of one client or the server, for the whole network."""
+        method, cell = _COSTS["methods"][label], f"{self.name}/k{self.clients}/{label}"
+        pace = f"{self.name}/pace/{method['work']}"
+        if column in ("MP", "Recover", "Train"):
+            what = {"MP": "perturbing", "Recover": "recovering", "Train": "training"}[column]
+            return number(self.results, pace, what) if column == "Train" or method.get("veiled") else 0.0
+        size, whole, found = (
+            *(number(self.results, one, "parameters") for one in (cell, pace)),
+            number(self.results, cell, _TIMED[column]),
+        )
+        if found is None or size is None or whole is None:
+            return None
+        return found if column == "Key_Gen" else found * whole / size
+
+    def total(self, label: str, columns: Sequence[str]) -> float | None:
+        """The sum of some columns."""
+        found = [self.part(label, one) for one in columns]
+        return None if None in found else sum(one for one in found if one is not None)
+
+    def round(self, label: str) -> float | None:
+        """The server's part and one client's, one after the other; keys are made once."""
+        return self.total(label, (*SERVER_PARTS, *CLIENT_PARTS))
+
+
+def _all_costs(table: Table, results: Results, quick: bool) -> list[Costs]:
+    form = table.form(quick)
+    return [Costs(results, name, one, count) for name, one in form["networks"].items() for count in form["clients"]]
+
+
+def _both(theirs: float | None, ours: float | None) -> str:
+    """Seconds: the paper's and ours, or dashes."""
+    one, other = (EMPTY if value is None or value != value else f"{value:.3g}" for value in (theirs, ours))
+    return f"{one} / {other}"
+
+
+def _title(label: str) -> str:
+    return str(_COSTS["methods"][label]["title"])
+
+
+def _table5_cells(quick: bool) -> tuple[Cell, ...]:
+    form = _T5.form(quick)
+    return tuple(_cost_cells(form["networks"], form["clients"], quick=quick))
+
+
+def _table5_report(results: Results, quick: bool) -> Report:
+    rows = []
+    checks: list[Check] = []
+    for found in _all_costs(_T5, results, quick):
+        printed = _T5["printed"].get(found.name, {}).get(str(found.clients), {})
+        for label in METHODS:
+            theirs = printed.get(label, (None,) * 9)
+            parts = [_both(one, found.part(label, name)) for one, name in zip(theirs, COLUMNS, strict=False)]
+            whole, each = found.round(label), found.part(label, "decrypting")
+            epoch = None if whole is None else whole * found.rounds
+            name = _title(label) + ("" if built(_COSTS["methods"][label]["settings"]["scheme"]) else f" ({NOT_BUILT})")
+            rows.append(
+                (found.name, str(found.clients), name, *parts, short(each), _both(theirs[8], whole), short(epoch))
+            )
+        checks += _cost_checks(found)
+    form = _COSTS["quick" if quick else "full"]
+    return _T5.report(rows, checks, quick=quick, notes=_T5.notes(bits=form["key_bits"]))
+
+
+def _cost_checks(found: Costs) -> Iterator[Check]:
+    where, ours = f"{found.name}, K = {found.clients}", found.round("mpdp")
+    over, printed = ratio(ours, found.round("fedavg")), _T5["printed"].get(found.name, {}).get(str(found.clients))
+    most = _T5["usual_ratio"] if printed is None else printed["mpdp"][8] / printed["fedavg"][8]
+    claim = f"{where}: MP-DP's round takes at most {most:.1f} times FedAvg's, as printed"
+    yield Check(claim, None if over is None else over <= most, "" if over is None else f"{over:.2f} times")
+    for label in (one for one in METHODS if _COSTS["methods"][one].get("sliced")):
+        over = ratio(found.round(label), ours)
+        claim = f"{where}: {_title(label)}'s round takes at least ten times MP-DP's"
+        yield Check(claim, None if over is None else over >= 10, "" if over is None else f"{over:.0f} times")
+    over = ratio(found.round("pile"), found.round("veil-secagg"))
+    claim = f"{where}: veil-secagg (ours) hides what PILE hides in a tenth of its time"
+    yield Check(claim, None if over is None else over >= 10, "" if over is None else f"{over:.0f} times less")
+
+
+def trained_as(label: str) -> str:
+    """Whose training a method's is: ciphers change nothing but rounding."""
+    return str(_COSTS["methods"][label].get("trained", label))
+
+
+def _table1_cells(quick: bool) -> tuple[Cell, ...]:
+    form, found = (
+        _T1.form(quick),
+        list(_cost_cells(_T1.form(quick)["networks"], _T1.form(quick)["clients"], quick=quick)),
+    )
+    for (name, network), clients in itertools.product(form["networks"].items(), form["clients"]):
+        rounds = max(1, round(form["epochs"] * network["samples"] / (clients * network["batch"])))
+        shared = {
+            "dataset": name,
+            "model": network["model"],
+            "clients": clients,
+            "batch_size": network["batch"],
+            "rounds": rounds,
+            "evaluate_every": max(1, rounds // form["epochs"]),
+            **_T1["settings"],
+        }
+        for label, own in _T1["trained"].items():
+            more = {"masked": True} if own["scheme"] == "tp-smc" else {}
+            norm = _PAPER["without_batch_norm"].get(name, {}) if more else {}
+            usual = network.get("there", True) and clients == form["clients"][0]
+            found.append(Cell(f"{name}/k{clients}/train/{label}", {**shared, **norm, **own}, usual=usual, more=more))
+    return tuple(found)
+
+
+def _table1_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    work = curve_work if "/train/" in cell.name else _cost_work
+    return work(stage, cell, seed, on_round)
+
+
+def _reached(results: Results, cell: str, target: float) -> tuple[float | None, float | None]:
+    """The first round whose test accuracy reaches a target, and the last accuracy; of the first seed."""
+    for figures in figures_of(results, cell)[:1]:
+        rounds, curve = figures.get("evaluated"), figures.get("curve")
+        if isinstance(rounds, list) and isinstance(curve, list) and curve:
+            return next((one for one, got in zip(rounds, curve, strict=True) if got >= target), None), curve[-1]
+    return None, None
+
+
+def _table1_report(results: Results, quick: bool) -> Report:
+    rows, checks = [], []
+    for found in _all_costs(_T1, results, quick):
+        printed = _T1["printed"].get(found.name, {}).get(str(found.clients), {})
+        times: dict[str, float | None] = {}
+        for row in (*METHODS, VARIANT):
+            label, twin = ("mpdp", row) if row == VARIANT else (row, trained_as(row))
+            theirs = printed.get(row, (None,) * 4)
+            cell = f"{found.name}/k{found.clients}/train/{twin}"
+            first, last = _reached(results, cell, found.network["target"])
+            whole = found.round(label)
+            times[row] = None if first is None or whole is None else first * whole
+            parts = [found.total(label, one) for one in (SERVER_PARTS, CLIENT_PARTS)]
+            ours = [None if one is None else one * found.rounds for one in (*parts, whole)]
+            whose = "" if twin == row or last is None else f" (= {_title(twin)})"
+            accuracy = _T2["accuracy"].get(found.name, {}).get(row)
+            never = last is not None and first is None
+            rows.append(
+                (
+                    *(found.name, str(found.clients), _T1["variant"] if row == VARIANT else _title(row)),
+                    *(_both(one, other) for one, other in zip(theirs, ours, strict=False)),
+                    f"{_both(theirs[3], None)[:-1]}never" if never else _both(theirs[3], times[row]),
+                    f"{short(accuracy, '{:.2f}')} / {short(last, '{:.2f}')}{whose}",
+                )
+            )
+        checks += list(_cost_checks(found))
+        over = ratio(times["mpdp"], times["fedavg"])
+        claim = f"{found.name}, K = {found.clients}: MP-DP reaches the target in at most three times FedAvg's time"
+        seen = "" if over is None else f"{over:.2f} times"
+        ended = figures_of(results, f"{found.name}/k{found.clients}/train/mpdp")
+        never = bool(ended) and times["mpdp"] is None and found.round("mpdp") is not None
+        yes = False if never else None if over is None else over <= 3
+        checks.append(Check(claim, yes, "never" if never else seen))
+    return _T1.report(rows, checks, quick=quick, notes=_T1.notes(epochs=_T1.form(quick)["epochs"]))
+
+
+# Table 3: one network on pictures of patients: accuracy, time, reconstruction, membership.
+
+
+def _table3_cells(quick: bool) -> tuple[Cell, ...]:
+    found: list[Cell] = []
+    for bench in _T3.form(quick)["benches"]:
+        data, usual = bench["data"], bench.get("usual", True)
+        network = {data: {"model": bench["settings"]["model"], **bench["network"]}}
+        made = list(_cost_cells(network, [one["clients"] for one in bench["sizes"]], quick=quick))
+        for size, (method, label) in itertools.product(bench["sizes"], _T3["methods"].items()):
+            own = _T4["methods"][method]
+            if built(own["scheme"]):
+                slow = bench["noisy"] if own["cell"] in _T4["slow"] else {}
+                scheme = {name: value for name, value in own.items() if name not in ("cell", "masked")}
+                where = {**bench, **size, "settings": {**bench["settings"], **size.get("settings", {})}}
+                cell = membership.attacked_cell({**where, "veiled": {}}, label, {**scheme, **slow})
+                masked = {"masked": True} if own.get("masked") else {}
+                name = f"{data}/k{size['clients']}/members/{label}"
+                made.append(replace(cell, name=name, more={**cell.more, **masked}))
+        for place in (Place(**one) for one in bench["places"]):
+            for label in (one for one in _T3["methods"].values() if built(_T2["schemes"][one]["scheme"])):
+                where = {"dataset": data, "model": place.model, "clients": _T3["victims"], **_T2["settings"]}
+                settings = {**where, "record_clients": f"0-{_T3['victims'] - 1}", **_T2["schemes"][label]}
+                made.append(Cell(place.cell(label), settings, _T3["victims"]))
+        found += [replace(one, usual=usual) for one in made]
+    return tuple(found)
+
+
+def _table3_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    if "/members/" in cell.name:
+        return membership.work(stage, cell, seed, on_round)
+    for bench in _T3.form(stage.quick)["benches"]:
+        for place in (Place(**one) for one in bench["places"]):
+            if cell.name.startswith(f"{place.name}/"):
+                return attacked(stage, cell, place, _T2, seed=seed)
+    return _cost_work(stage, cell, seed, on_round)
+
+
+def _table3_report(results: Results, quick: bool) -> Report:
+    rows, checks = [], []
+    for bench in _T3.form(quick)["benches"]:
+        data, places = bench["data"], [Place(**one) for one in bench["places"]]
+        network = {"model": bench["settings"]["model"], **bench["network"]}
+        for size in bench["sizes"]:
+            clients = size["clients"]
+            found = Costs(results, data, network, clients)
+            start, made = f"{data}/k{clients}/members", Tried(results, places[0]) if places else None
+            told: dict[str, float | None] = {}
+            for method, label in _T3["methods"].items():
+                theirs = _T3["printed"].get(str(clients), {}).get(label, (None,) * 4)
+                if not built(_T4["methods"][method]["scheme"]):
+                    rows.append((data, str(clients), method, *(f"{short(one)} / {NOT_BUILT}" for one in theirs)))
+                    continue
+                best = None if made is None else made.best(label, made.place.attacks)
+                score = None if made is None or best is None else made.score(label, best)
+                members = membership.members_told(results, f"{start}/{label}", "three", membership.RECEIVED)
+                told[label], epoch = (None if members is None else members.value), found.round(label)
+                ours = (
+                    short(mean_of(results, f"{start}/{label}"), "{:.2f}"),
+                    short(None if epoch is None else epoch * found.rounds),
+                    EMPTY if score is None else f"{level(score)} ({best})",
+                    level(members),
+                )
+                rows.append(
+                    (
+                        data,
+                        str(clients),
+                        method,
+                        *(f"{short(a, '{:.2f}')} / {b}" for a, b in zip(theirs, ours, strict=True)),
+                    )
+                )
+            checks.append(membership.told_without_protection(results, f"{start}/fedavg", f"{data}, K = {clients}"))
+            checks.append(_closest(results, start, f"{data}, K = {clients}"))
+    return _T3.report(rows, checks, quick=quick, notes=_T3.notes())
+
+
+def _closest(results: Results, start: str, where: str) -> Check:
+    """The paper's claim: of all that protect, MP-DP's accuracy is nearest to FedAvg's."""
+    claim = f"{where}: of all that protect, MP-DP is nearest to FedAvg's accuracy"
+    found = {label: mean_of(results, f"{start}/{label}") for label in ("fedavg", *_T3["rivals"], "mpdp")}
+    there = {label: one for label, one in found.items() if one is not None}
+    seen = ", ".join(f"{_title(label)} {one:.1f}" for label, one in there.items())
+    if len(there) < len(found):
+        return Check(claim, None, seen)
+    return Check(claim, all(there["mpdp"] >= there[one] for one in _T3["rivals"]), seen)
+
+
 ENTRIES = (
     _ACCURACY.entry(_accuracy_cells, _accuracy_report, work=_accuracy_work),
+    _T5.entry(_table5_cells, _table5_report, work=_cost_work),
+    _T1.entry(_table1_cells, _table1_report, work=_table1_work),
+    _T3.entry(_table3_cells, _table3_report, work=_table3_work),
     _T4.entry(_table4_cells, _table4_report, work=membership.work),
-    _T2.entry(_table2_cells, _table2_report, work=_table2_work, draw=draw_sheet(sheet_rows)),
+    _T2.entry(_PICTURES.cells, _table2_report, work=_PICTURES.work, draw=draw_sheet(sheet_rows)),
 )

@@ -1,4 +1,4 @@
-"""NADP-FL: Tables 1, 3 and 4, Figures 3 and 4. Settings and printed numbers are in nadp.toml."""
+"""NADP-FL: Tables 1 to 4, Figures 3 and 4. Settings and printed numbers are in nadp.toml."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from fedveil.audit.metrics import feature_mse, mse, ssim
 from fedveil.audit.views import View
 from fedveil.errors import AttackError
+from fedveil.protocol.messages import Request, Train
 from fedveil.uplink.noise_plan import collusion_strength
 from fedveil.work.batches import mixed_seed
 from papers.attacks import as_text, draw_sheet, from_text, judge_of, reason_of, side_by_side, tried
@@ -34,12 +35,13 @@ from papers.cells import (
     numbers,
 )
 from papers.collusion import Seen, seen_round
+from papers.costs import exponent, job_of, round_costs
 from papers.entries import read_paper
 from papers.report import EMPTY, Check, Report, compared, paper, ratio, rising, short, shown, trained
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("nadp")
-_T1, _T3, _T4, _F3, _F4 = (_PAPER.table(one) for one in ("table1", "table3", "table4", "fig3", "fig4"))
+_T1, _T2, _T3, _T4, _F3, _F4 = (_PAPER.table(one) for one in ("table1", "table2", "table3", "table4", "fig3", "fig4"))
 
 # Table 3: the strength of pair noise.
 
@@ -75,6 +77,7 @@ def _table3_report(results: Results, quick: bool) -> Report:
 
 SCHEMES = tuple(one for one in _PAPER["schemes"] if one != "fedavg")
 _FASHION = "fashion-mnist"
+SECAGG, AWAY = "secagg", "secagg-away"
 
 
 def cell(data: str, clients: int, scheme: str, epsilon: float | None = None) -> str:
@@ -120,6 +123,10 @@ def _table1_report(results: Results, quick: bool) -> Report:
     judged = form["usual"]["epsilons"]
     notes = [skipped, *_proven_epsilons(results, sizes, judged), how]
     checks = _table1_checks(results, sizes, judged, quick)
+    for data in form["data"]:
+        if data != _FASHION and any(name.startswith(f"{data}/") for name in results):
+            every = _table1_checks(results, sizes, epsilons, quick, data=data)
+            checks += [replace(one, claim=f"{data}: {one.claim}") for one in every]
     return _T1.report(rows, checks, quick=quick, notes=[form["note"], *notes] if quick else notes)
 
 
@@ -139,14 +146,15 @@ def _table1_row(results: Results, data: str, count: int, epsilon: float, quick: 
     )
 
 
-def _gain(results: Results, count: int, epsilon: float, one: str, other: str) -> float | None:
-    """One scheme − another on Fashion-MNIST, in points."""
-    return mean(difference(*(numbers(results, cell(_FASHION, count, each, epsilon)) for each in (one, other))))
+def _table1_checks(
+    results: Results, sizes: Sequence[int], epsilons: Sequence[float], quick: bool, *, data: str = _FASHION
+) -> list[Check]:
+    def gain(count: int, epsilon: float, one: str, other: str) -> float | None:
+        """One scheme − another, in points."""
+        return mean(difference(*(numbers(results, cell(data, count, each, epsilon)) for each in (one, other))))
 
-
-def _table1_checks(results: Results, sizes: Sequence[int], epsilons: Sequence[float], quick: bool) -> list[Check]:
     def margin(count: int, epsilon: float) -> float | None:
-        return _gain(results, count, epsilon, "nadp", "ldp")
+        return gain(count, epsilon, "nadp", "ldp")
 
     named = [f"N = {count}" for count in sizes]
     checks = [
@@ -164,7 +172,7 @@ def _table1_checks(results: Results, sizes: Sequence[int], epsilons: Sequence[fl
         held = None if found is None else found >= _T1["least_margin"]
         checks.append(Check("the margin is at least 20 points at N = 100, ε = 0.5", held, _signed(found)))
     gains = {
-        f"N = {count}, ε = {epsilon:g}": _gain(results, count, epsilon, "nadp-exact", "nadp")
+        f"N = {count}, ε = {epsilon:g}": gain(count, epsilon, "nadp-exact", "nadp")
         for count in sizes
         for epsilon in epsilons
     }
@@ -190,6 +198,97 @@ def _proven_epsilons(results: Results, sizes: Sequence[int], epsilons: Sequence[
             yield f"What {name}'s noise by the paper's formula proves, exactly: {', '.join(there)}."
 
 
+# Table 2: what a round costs.
+
+
+def cost_cell(scheme: str, clients: int, size: int) -> str:
+    """The name of a cell of Table 2."""
+    return f"{scheme}/n{clients}/m{size}"
+
+
+def _table2_cells(quick: bool) -> tuple[Cell, ...]:
+    form, found = _T2.form(quick), []
+    for (clients, size), (label, own) in itertools.product(_edges(form), _T2["schemes"].items()):
+        complete = {"neighbours": clients + clients % 2} if own["scheme"] == "secagg" else {}
+        width = round((size - _T2["outputs"]) / _T2["per_unit"])
+        network = {**_T2["settings"], "model_options": {"depth": 2, "width": width}, "clients": clients}
+        away = {"away": _T2["away"]} if label == AWAY else {}
+        found.append(Cell(cost_cell(label, clients, size), {**network, **own, **complete}, more=away))
+    return tuple(found)
+
+
+def _edges(form: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Every number of clients with the largest model, and every model with the most clients."""
+    clients, sizes = sorted(form["clients"]), sorted(form["sizes"])
+    return [*((one, sizes[-1]) for one in clients), *((clients[-1], one) for one in sizes[:-1])]
+
+
+def _table2_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    job = job_of(cell.settings, shape=(1, 8, 8), samples=_T2["samples"])
+    every = cell.more.get("away")
+
+    def absent(request: Request, client: int) -> bool:
+        return every is not None and isinstance(request, Train) and client % every == 1
+
+    return {"device": stage.describe(), "torch": torch.__version__, **round_costs(job, absent=absent)}
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """How a cost grows, read back."""
+
+    results: Results
+    form: Mapping[str, Any]
+
+    def cost(self, scheme: str, what: str, *, clients: int = 0, size: int = 0) -> float | None:
+        """At the most clients and the largest model, unless others are given."""
+        name = cost_cell(scheme, clients or max(self.form["clients"]), size or max(self.form["sizes"]))
+        return number(self.results, name, what)
+
+    def exponents(self, scheme: str, what: str) -> tuple[float | None, float | None]:
+        """Of n, and of m."""
+        by_clients = {float(one): self.cost(scheme, what, clients=one) for one in self.form["clients"]}
+        by_size = {float(one): self.cost(scheme, what, size=one) for one in self.form["sizes"]}
+        return exponent(by_clients), exponent(by_size)
+
+
+def _table2_report(results: Results, quick: bool) -> Report:
+    grown, rows, checks = _Grown(results, _T2.form(quick)), [], []
+    for what, printed in _T2["printed"].items():
+        for label, title in _T2["titles"].items():
+            words, *theirs = printed[label if label in printed else SECAGG]
+            ours = grown.exponents(label, what)
+            powers = [f"{one:g} / {short(other, '{:.2f}')}" for one, other in zip(theirs, ours, strict=True)]
+            rows.append((_T2["names"][what], title, words, *powers, _amount(what, grown.cost(label, what))))
+            claim = f"{title}, {_T2['names'][what]}: grows no faster than {words}"
+            if None in ours:
+                checks.append(Check(claim, None))
+            else:
+                held = all(other <= one + _T2["slack"] for one, other in zip(theirs, ours, strict=True) if other)
+                checks.append(Check(claim, held, f"n^{ours[0]:.2f}, m^{ours[1]:.2f}"))
+    checks += _table2_claims(grown)
+    told = {name: ", ".join(f"{one:,}" for one in _T2.form(quick)[name]) for name in ("clients", "sizes")}
+    return _T2.report(rows, checks, quick=quick, notes=_T2.notes(**told))
+
+
+def _amount(what: str, value: float | None) -> str:
+    if value is None:
+        return EMPTY
+    return f"{value:.3g} s" if what.endswith("seconds") else f"{value / 1e6:,.2f} MB"
+
+
+def _table2_claims(grown: _Grown) -> Iterator[Check]:
+    what = "client seconds"
+    ldp, nadp = (grown.exponents(one, what)[0] for one in ("ldp", "nadp"))
+    held = None if ldp is None or nadp is None else nadp - ldp >= _T2["apart"]
+    seen = "" if ldp is None or nadp is None else f"n^{nadp:.2f} and n^{ldp:.2f}"
+    yield Check("NADP's client works n times as long as LDP's: its time grows with n, LDP's does not", held, seen)
+    for what in ("client seconds", "server seconds", "client bytes", "server bytes"):
+        over = ratio(grown.cost(SECAGG, what), grown.cost("nadp", what))
+        claim = f"NADP costs less than secure aggregation: {_T2['names'][what]}"
+        yield Check(claim, None if over is None else over > 1, "" if over is None else f"SA / NADP = {over:.2f}")
+
+
 # Figure 3: sampling rates.
 
 
@@ -206,7 +305,7 @@ def _fig3_cells(quick: bool) -> tuple[Cell, ...]:
             **form.get("settings", {}),
             "dataset": "mnist",
             "clients": clients,
-            "cohort": rate,
+            "cohort": rate,  # q·N clients, as stored figures have it; `sampling_rate` would draw each by itself
         }
         noise = {**_PAPER["noise"], **form.get("noise", {}), "epsilon": _F3["epsilon"]}
         for label in ("fedavg", "ldp", "nadp"):
@@ -247,42 +346,82 @@ def _fig3_report(results: Results, quick: bool) -> Report:
 # Figure 4: dropouts.
 
 
-def dropped(rate: float, scheme: str) -> str:
-    """The name of a cell of Figure 4."""
-    return f"mnist/n25/d{rate:g}/{scheme}"
+@dataclass(frozen=True)
+class Drops:
+    """One panel of Figure 4: so many clients and an ε, at reduced size or at the paper's."""
+
+    clients: int
+    epsilon: float
+    whole: bool
+    usual: bool
+
+    def cell(self, rate: float, scheme: str) -> str:
+        """A cell's name."""
+        start = f"paper/n{self.clients}/eps{self.epsilon:g}" if self.whole else f"mnist/n{self.clients}"
+        return f"{start}/d{rate:g}/{scheme}"
+
+    def ran(self, results: Results) -> bool:
+        """Whether there is anything of it."""
+        start = self.cell(0, "").rsplit("/", 2)[0]
+        return any(name.startswith(f"{start}/") for name in results)
+
+
+def panels(quick: bool) -> list[Drops]:
+    """Reduced ones first, which two cores can run; then the paper's."""
+    form, main = _F4.form(quick), _F4["settings"]["clients"]
+    found = [Drops(one, _F4["noise"]["epsilon"], False, one == main) for one in form["clients"]]
+    return [*found, *(Drops(*one, True, False) for one in itertools.product(form["clients"], form.get("epsilons", ())))]
 
 
 def _fig4_cells(quick: bool) -> tuple[Cell, ...]:
     form, found = _F4.form(quick), []
-    shared = {**_PAPER["setting"], **_F4["settings"], "rounds": form["rounds"]}
-    for rate, (label, own) in itertools.product(form["rates"], _F4["schemes"].items()):
-        noise = {} if label == "fedavg" else {**_PAPER["noise"], **_F4["noise"]}
-        settings = {**shared, **noise, **own, "simulate_dropout": rate}
-        found.append(Cell(dropped(rate, label), settings, _F4["samples"]))
+    for panel in panels(quick):
+        shared, samples, tiers = (
+            {**_PAPER["setting"], **_F4["settings"], "rounds": form["rounds"]},
+            _F4["samples"],
+            None,
+        )
+        noise, schemes = {**_PAPER["noise"], **_F4["noise"]}, _F4["schemes"]
+        if panel.whole:
+            shared, samples, tiers = {**_PAPER["setting"], "dataset": "mnist"}, None, _F4["tiers"]
+            noise, schemes = {**_PAPER["noise"], "epsilon": panel.epsilon}, {**schemes, **_F4["more_schemes"]}
+        for rate, (label, own) in itertools.product(form["rates"], schemes.items()):
+            settings = {**shared, "clients": panel.clients, **({} if label == "fedavg" else noise), **own}
+            name = panel.cell(rate, label)
+            found.append(Cell(name, {**settings, "simulate_dropout": rate}, samples, tiers, panel.usual))
     return tuple(found)
 
 
 def _fig4_report(results: Results, quick: bool) -> Report:
-    form, labels = _F4.form(quick), tuple(_F4["schemes"])
-    rates = form["rates"]
-    rows = [(f"{one:g}", *(shown(numbers(results, dropped(one, label))) for label in labels)) for one in rates]
-    ends = (rates[0], rates[-1])
-    plain = {f"rate {rate:g}": mean_of(results, dropped(rate, "fedavg")) for rate in ends}
+    form, labels, rows, checks = _F4.form(quick), (*_F4["schemes"], *_F4["more_schemes"]), [], []
+    for panel in (one for one in panels(quick) if one.usual or one.ran(results) or not quick):
+        size = "the paper's" if panel.whole else "reduced"
+        for rate in form["rates"]:
+            ours = [shown(numbers(results, panel.cell(rate, label))) for label in sorted(labels)]
+            rows.append((size, str(panel.clients), f"{panel.epsilon:g}", f"{rate:g}", *ours))
+        if panel.usual or panel.ran(results):
+            where = "" if panel.usual else f"{size} size, N = {panel.clients}, ε = {panel.epsilon:g}: "
+            made = _fig4_checks(results, panel, (form["rates"][0], form["rates"][-1]))
+            checks += [replace(one, claim=f"{where}{one.claim}") for one in made]
+    return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
+
+
+def _fig4_checks(results: Results, panel: Drops, ends: tuple[float, float]) -> list[Check]:
+    plain = {f"rate {rate:g}": mean_of(results, panel.cell(rate, "fedavg")) for rate in ends}
     falls: dict[str, float | None] = {}
-    for label in labels:
-        first, last = (mean_of(results, dropped(rate, label)) for rate in ends)
+    for label in _F4["schemes"]:
+        first, last = (mean_of(results, panel.cell(rate, label)) for rate in ends)
         falls[label] = None if first is None or last is None else first - last
     seen = ", ".join(f"{label}: {short(fall, '{:+.1f}')}" for label, fall in falls.items())
     fedavg, ldp, weak, strong = falls.values()
     claim = f"a larger λ costs no less (up to {_F4['chance']:g} point of chance)"
     costs = None if weak is None or strong is None else strong >= weak - _F4["chance"]
-    checks = [
+    return [
         trained(plain),
         Check("without DP, dropouts cost at most 2 points", None if fedavg is None else fedavg <= 2, seen),
         Check("dropouts cost NADP more than LDP", None if ldp is None or weak is None else weak > ldp, seen),
         Check(claim, costs, seen),
     ]
-    return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
 
 
 # Table 4: DLG and iDLG under collusion. A cell records a run; its rows are what coalitions of different sizes see.
@@ -741,6 +880,7 @@ def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
 ENTRIES = (
     _T3.entry(lambda quick: tuple(map(Cell, _KEYS)), _table3_report, work=_strengths),
     _T1.entry(_table1_cells, _table1_report),
+    _T2.entry(_table2_cells, _table2_report, work=_table2_work),
     _F3.entry(_fig3_cells, _fig3_report),
     _F4.entry(_fig4_cells, _fig4_report),
     _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),

@@ -1,66 +1,153 @@
-"""The page of all entries: what the papers print, what came out here, and the verdict, from stored figures."""
+"""The page of all entries, paper by paper: its claim, whether that holds here and why, the figures, the command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from papers.report import EMPTY, Figure, Report
+from fedveil.runs.folder import write_atomically
+from papers import lossless, mpdp, nadp, paraaegis, pbpfl, veil_dp
+from papers.cells import Store
+from papers.entries import Entry
+from papers.report import EMPTY, POINTS, SHARE, WORDS, Figure, Report
 from papers.runner import Stored, entries, stored_results
 
 _FAILED = 3
-_HEAD = ("entry", "figure: paper", "figure: here", "verdict", "why", "taken")
-_INTRODUCTION = """\
+_HEAD = ("what", "verdict", "why", "paper", "here", "again")
+_INTRODUCTION = f"""\
 # Reproduction
 
-Every table and figure that `fedveil reproduce` runs again, from the figures stored in `docs/results`. This page is
-made by
+What five papers claim, and whether it holds here. This page is made from the figures stored in `docs/results` by
 
 ```console
 fedveil reproduce --page docs/reproduction.md --from docs/results
 ```
 
-How to read it:
+How to read it. The verdict is counted from figures, not chosen:
 
-- The verdict is counted, not chosen: *reproduced* if every claim that could be judged held, *partly* if some did,
-  *not* if none did. What a claim stands on, such as that an attack works without protection, earns no verdict by
-  itself. Claims are about order, margin and agreement. **They do not ask for the paper's absolute numbers**: networks,
-  data and sizes often differ, and the two columns of figures show by how much.
-- Claims that no stored cell can judge are open, and said to be. A quick form is small and shows directions only.
-- A dash in the paper's column: the paper prints no such number.
-- "cpu": two cores of an AMD EPYC. One seed, unless figures carry a ±. How settings were chosen, and what was looked at
-  before: [results](results/README.md).
+- **reproduced**: every claim that could be judged held, *and* the numbers that stand for the table came out as they are
+  printed, within {POINTS:g} points of a percentage and {100 * SHARE:g} % of any other number.
+- **holds at other numbers**: the claims held, the printed numbers did not come out. Two curves that agree at another
+  accuracy than the paper's are this, and not more.
+- **holds**: the claims held, and no number here stands beside a printed one.
+- **refuted**, **refuted in part**: claims, or some of them, did not hold here. Networks, data and sizes often differ
+  from the paper's; the entry's page says how.
+- **not decidable**: no claim could be judged, or what the claims stand on did not hold: an attack that does not work
+  without protection, a model that does not train.
+
+"So far": other claims are open, since their cells were not run. "Small": the quick form, which shows directions only. A
+dash in the paper's column: it prints no such number. "cpu": two cores of an AMD EPYC. One seed, unless figures carry a
+±. How settings were chosen, and what was looked at before: [results](results/README.md).
 """
+_CLAIMS: Mapping[str, tuple[str, Sequence[Entry], str]] = {
+    "nadp": (
+        "NADP-FL",
+        nadp.ENTRIES,
+        "Noise that pairs of clients share covers every upload and annihilates in the sum, so that server and clients "
+        "learn no more than (ε, δ) allows, at far less noise in the model than local differential privacy leaves.",
+    ),
+    "mpdp": (
+        "MP-DP",
+        mpdp.ENTRIES,
+        "A perturbed model down and distributed noise up keep the model from clients and gradients from the server, at "
+        "the accuracy of central differential privacy and nearly FedAvg's cost.",
+    ),
+    "lossless": (
+        "Accuracy-lossless perturbation",
+        lossless.ENTRIES,
+        "Clients train a perturbed model from which they can infer neither members nor what classes look like, and the "
+        "server recovers the true gradient: no accuracy is lost.",
+    ),
+    "pbpfl": (
+        "PBPFL",
+        pbpfl.ENTRIES,
+        "Under a perturbed model clients know neither its course nor its end, the server learns no raw data, and the "
+        "error is that of plain federated learning.",
+    ),
+    "paraaegis": (
+        "ParaAegis",
+        paraaegis.ENTRIES,
+        "Encrypting the share of an update that matters most, chosen by a vote, and noising the rest is a dial between "
+        "accuracy and time at the same privacy.",
+    ),
+    "veil_dp": (
+        "FedVeil's own",
+        veil_dp.ENTRIES,
+        "A veil on the model and honest noise on clipped gradients prove what `nadp` proves, at its accuracy where the "
+        "veil is an isometry. No paper: our own comparison.",
+    ),
+}
+"""By paper: its name, its entries, and its claim in a sentence."""
 
 
 def page(folder: Path) -> str:
     """The page as Markdown, from a folder of stored figures."""
     found = stored_results(folder)
-    parts = [_INTRODUCTION, *_counted(found), "## Entries", "", *_table(_entry_row(one) for one in found)]
-    parts += ["", "## Without stored figures", "", *_missing(found)]
-    return "\n".join(parts) + "\n"
+    parts = [_INTRODUCTION, *_counted(found)]
+    placed: set[str] = set()
+    for name, own, claim in _CLAIMS.values():
+        names = {entry.name for entry in own}
+        placed |= names
+        parts += _paper(name, claim, [one for one in found if one.entry.name in names], own)
+    rest = [entry for entry in entries() if entry.name not in placed]
+    if rest:
+        parts += _paper("Others", "", [one for one in found if one.entry in rest], rest)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def judge_again(folder: Path) -> None:
+    """Write beside stored figures what they amount to, and every entry's own page."""
+    for one in stored_results(folder):
+        Store(one.path, entry=f"{one.entry.name}-quick" if one.quick else one.entry.name).conclude(one.report.as_data())
+        write_atomically(one.path.with_suffix(".md"), one.report.markdown())
 
 
 def _counted(found: Sequence[Stored]) -> list[str]:
-    words = [one.report.standing for one in found]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
-    return [f"{len(found)} stored runs of {len({one.entry.name for one in found})} entries: {counts}.", ""]
+    counts = Counter(one.report.word for one in found)
+    told = ", ".join(f"{counts[word]} {word}" for word in WORDS if word in counts)
+    return [f"{len(found)} stored runs of {len({one.entry.name for one in found})} entries: {told}.", ""]
 
 
-def _table(rows: Iterator[tuple[str, ...]]) -> list[str]:
-    lines = [_HEAD, tuple("---" for _ in _HEAD), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+def _paper(name: str, claim: str, found: Sequence[Stored], own: Sequence[Entry]) -> list[str]:
+    """A paper's claim, how its tables stand, and those of which nothing is stored."""
+    lines = [f"## {name}", ""]
+    if claim:
+        lines += [f"**The claim.** {claim}", ""]
+    if found:
+        lines += [f"**Here.** {_in_short(found)}", ""]
+        lines += ["| " + " | ".join(line) + " |" for line in (_HEAD, ("---",) * len(_HEAD), *map(_row, found))]
+        lines.append("")
+        lines += [
+            f"![{one.entry.name}, drawn from these figures](results/{one.path.stem}.png)\n"
+            for one in found
+            if one.path.with_suffix(".png").exists()
+        ]
+    return lines + _missing(found, own)
 
 
-def _entry_row(one: Stored) -> tuple[str, ...]:
-    form = " (quick)" if one.quick else ""
+def _in_short(found: Sequence[Stored]) -> str:
+    """Which tables came to which verdict, the best first."""
+    by_word = {word: [one for one in found if one.report.word == word] for word in WORDS}
+    told = (f"{word}: {', '.join(_short(one) for one in tables)}" for word, tables in by_word.items() if tables)
+    text = "; ".join(told)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _short(one: Stored) -> str:
+    so_far = " so far" if one.report.standing != one.report.word else ""
+    return f"`{one.entry.name}`{' small' * one.quick}{so_far}"
+
+
+def _row(one: Stored) -> tuple[str, ...]:
     where = "; ".join(filter(None, (one.machine, one.noted, one.cells)))
+    form = " (small)" if one.quick else ""
     return (
-        f"[{one.entry.name}](results/{one.path.stem}.md){form}<br>{_cell(one.entry.paper)}: {_cell(one.entry.what)}",
-        *_figures(one.report.figures),
-        one.report.standing,
+        f"[{one.entry.name}](results/{one.path.stem}.md){form}<br>{_cell(one.entry.what)}",
+        f"**{one.report.standing}**",
         _why(one.report),
-        f"{_cell(where)}<br>`{one.command}`",
+        *_figures(one.report.figures),
+        f"`{one.command}`<br>{_cell(where)}",
     )
 
 
@@ -73,34 +160,29 @@ def _figures(figures: Sequence[Figure]) -> tuple[str, str]:
 
 
 def _why(report: Report) -> str:
-    """How many claims held, which did not, and how many are open."""
-    judged = [one for one in report.checks if one.held is not None]
-    failed = [one for one in judged if not one.held]
-    waiting = len(report.checks) - len(judged)
-    told = [f"{len(judged) - len(failed)} of {len(judged)} claims that could be judged held"]
-    if len(failed) > _FAILED:
-        told.append(f"did not: {', '.join(one.claim for one in failed[:_FAILED])}, and {len(failed) - _FAILED} more")
-    elif failed:
-        told.append(f"did not: {', '.join(one.claim for one in failed)}")
-    elif judged:
-        told.append(", ".join(one.claim for one in judged[:_FAILED]))
-    if waiting:
-        told.append(f"{waiting} open")
-    if report.quick:
-        told.append("quick form: directions only")
+    """How many claims held; which did not, or which do; which numbers were missed; and how many claims are open."""
+    claims = [one for one in report.checks if not one.premise]
+    judged = [one for one in claims if one.held is not None]
+    told = [f"{sum(one.held is True for one in judged)} of {len(judged)} judged claims held"]
+    reasons = list(report.reasons)
+    held = [one.claim for one in judged if one.held]
+    if not any(one.held is False for one in report.checks) and held:
+        told[0] += f" ({', '.join(held[:_FAILED])}{' …' * (len(held) > _FAILED)})"
+    more = len(reasons) - _FAILED - 1
+    told += reasons if more <= 0 else [*reasons[:_FAILED], f"and {more} more", reasons[-1]]
     return _cell("; ".join(told))
 
 
-def _missing(found: Sequence[Stored]) -> list[str]:
+def _missing(found: Sequence[Stored], own: Sequence[Entry]) -> list[str]:
     there = {(one.entry.name, one.quick) for one in found}
     lines = [
-        f"- `{entry.name}` ({entry.paper}): {entry.what}. It takes {entry.takes}"
+        f"- `{entry.name}`: {entry.what}. It takes {entry.takes}"
         + (f", {entry.takes_quick} with `--quick`." if entry.has_quick else ".")
-        + (" The quick form is above." if (entry.name, True) in there else "")
-        for entry in entries()
+        + (" The small form is above." if (entry.name, True) in there else "")
+        for entry in own
         if (entry.name, False) not in there
     ]
-    return lines or ["None: every entry's full form has stored figures."]
+    return ["Not run in full:", "", *lines, ""] if lines else []
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""ParaAegis: Tables 1 and 2. Settings and printed numbers are in paraaegis.toml.
+"""ParaAegis: Tables 1, 2 and 3. Settings and printed numbers are in paraaegis.toml.
 
 Full-size cells train under pads: the same sums as under CKKS up to rounding to 2⁻²⁰, in a fraction of the time. What
 protection costs is timed apart, in rounds of the real protocol whose local training takes no time.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -20,31 +17,23 @@ import torch
 from torch import Tensor
 
 from fedveil import models
-from fedveil.client_held.client import HolderRole
-from fedveil.client_held.server import Votes
-from fedveil.config import RunConfig
 from fedveil.downlink.messages import Broadcast
-from fedveil.engine import ClientPool, LocalEngine
-from fedveil.errors import ConfigError
-from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundDone, Steps, asked
-from fedveil.roles.client import Answer, ClientRole
-from fedveil.runs.job import Job, ModelFacts, assemble_job
-from fedveil.runs.loop import client_role, fresh_state, server_role
+from fedveil.runs.job import Job
 from fedveil.work.clipping import ClippedUpdate, DividedUpdate
 from fedveil.work.gradients import weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.messages import ClientData, LocalWork, Workspace
 from papers.cells import Cell, Figures, Results, mean, mean_of, numbers
+from papers.costs import job_of, one_thread, timed_rounds
 from papers.entries import read_paper
 from papers.report import EMPTY, Check, Report, paper, shown
 from papers.report import short as text
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("paraaegis")
-_T1, _T2 = _PAPER.table("table1"), _PAPER.table("table2")
+_T1, _T2, _T3 = (_PAPER.table(one) for one in ("table1", "table2", "table3"))
 PARTITIONS = tuple(_PAPER["partitions"])
+_FEW = 10.0
 CHANCE = 2.0
 """Points of accuracy that two runs of the same training may differ by."""
 
@@ -60,6 +49,9 @@ class Algorithm:
     noisy: bool = False
     twin: str | None = None
     usual: bool = True
+    masked: bool = False
+    """Whether it is trained under masks, which give the same sums, instead of what hides its uploads."""
+    printed_as: str = ""
     options: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -152,9 +144,10 @@ def _where(bench: Bench, partition: str) -> str:
 
 def printed(row: str, partition: str, what: str = "accuracy") -> float | None:
     """Table 1's "accuracy", "seconds" or "efficiency"; None where the table has no such cell."""
-    if row not in _T1["printed"] or partition not in PARTITIONS:
+    named = BY_LABEL[row].printed_as or row if row in BY_LABEL else row
+    if named not in _T1["printed"] or partition not in PARTITIONS:
         return None
-    figures = _T1["printed"][row][("accuracy", "seconds", "efficiency").index(what)]
+    figures = _T1["printed"][named][("accuracy", "seconds", "efficiency").index(what)]
     return float(figures[PARTITIONS.index(partition)])
 
 
@@ -168,100 +161,6 @@ _SAMPLES = 4
 _SLICE_SIDE = 64
 _PER_UNIT = _SLICE_SIDE**2 + 1 + 10
 _SEED = 1
-_WORKERS = "FEDVEIL_WORKERS"
-
-
-@dataclass
-class Spent:
-    """Seconds of a round: one client's, the server's, and of those the counting of votes."""
-
-    client: float = 0.0
-    server: float = 0.0
-    counting: float = 0.0
-
-    @property
-    def all(self) -> float:
-        """What a round takes longer."""
-        return self.client + self.server
-
-
-@dataclass
-class Clocks:
-    """The round under way, and those before it.
-
-    Of the clients, the first to answer each phase is timed: it pays for what simulated clients share,
-    such as the decrypted sum, and it pads.
-    """
-
-    now: Spent = field(default_factory=Spent)
-    rounds: list[Spent] = field(default_factory=list)
-    voting: bool = False
-
-    def serve(self, seconds: float) -> None:
-        """The server has worked."""
-        self.now.server += seconds
-        if self.voting:
-            self.now.counting += seconds
-
-    def boundary(self) -> None:
-        """A round is over."""
-        self.rounds.append(self.now)
-        self.now = Spent()
-
-
-@dataclass(frozen=True)
-class _TimedRole:
-    """A client role whose first client is timed in every phase."""
-
-    role: ClientRole | HolderRole
-    clocks: Clocks
-
-    def handle_many(
-        self,
-        states: Sequence[ClientState],
-        request: Request,
-        clients: Sequence[ClientData],
-        private: Mapping[int, Request] | None = None,
-    ) -> Iterator[tuple[ClientState, Answer]]:
-        """The role's answers."""
-        answers = self.role.handle_many(states, request, clients, private)
-        started = time.process_time()
-        for number, answer in enumerate(answers):
-            if number == 0:
-                self.clocks.now.client += time.process_time() - started
-            yield answer
-
-
-@dataclass(frozen=True)
-class _TimedSum:
-    """An accumulator that is timed."""
-
-    into: Accumulator
-    clocks: Clocks
-
-    def add(self, reply: Reply) -> None:
-        """Fold a reply in."""
-        started = time.process_time()
-        self.into.add(reply)
-        self.clocks.serve(time.process_time() - started)
-
-
-def _timed(steps: Steps, clocks: Clocks) -> Steps:
-    """The server's run, timed."""
-    answer: Gathered | None = None
-    while True:
-        started = time.process_time()
-        try:
-            step = steps.send(answer)
-        except StopIteration:
-            return
-        clocks.serve(time.process_time() - started)
-        if isinstance(step, RoundDone):
-            clocks.boundary()
-        if isinstance(step, Ask):
-            clocks.voting = isinstance(step.into, Votes)
-            step = replace(step, into=_TimedSum(step.into, clocks))
-        answer = yield step
 
 
 @dataclass(frozen=True)
@@ -294,8 +193,8 @@ def measure(bench: Bench, row: Algorithm) -> Figures:
     whole = sum(one.numel() for one in network.parameters())
     job = _standing_job(bench, row, large=whole > SLICE)
     timed = job.architecture.size
-    with _one_thread():
-        rounds, traffic = _cost_rounds(job)
+    with one_thread():
+        rounds, traffic, _ = timed_rounds(job)
     fastest, scale = min(rounds, key=lambda one: one.all), whole / timed
     return {
         "protection": fastest.all * scale,
@@ -310,18 +209,6 @@ def measure(bench: Bench, row: Algorithm) -> Figures:
     }
 
 
-def _cost_rounds(job: Job) -> tuple[list[Spent], Gathered]:
-    """Every round but the first, in which nothing is decrypted yet, and the last one's traffic."""
-    clocks, state = Clocks(), fresh_state(job)
-    engine = LocalEngine(_TimedRole(client_role(job, state), clocks), job.pool)  # type: ignore[arg-type]
-    steps = asked(_timed(server_role(job, state).run(), clocks), engine)
-    done = [step for step in steps if isinstance(step, RoundDone)]
-    for one in done:
-        if one.failed:
-            raise ConfigError(f"A round that was to be timed failed: {one.failed}.")
-    return clocks.rounds[1:], done[-1].gathered
-
-
 def _standing_job(bench: Bench, row: Algorithm, *, large: bool) -> Job:
     """A row's scheme on a few random samples and with local training that stands still."""
     slice_of = {"model": "mlp", "model_options": {"depth": 2, "width": SLICE // _PER_UNIT}}
@@ -329,13 +216,8 @@ def _standing_job(bench: Bench, row: Algorithm, *, large: bool) -> Job:
     if row.scheme == "paraaegis" and row.encrypted < 1.0:  # clients elect what is encrypted
         changes |= {"share": row.mean_share(bench["rounds"]), "share_decay": 1.0}
     settings = bench.settings(row, cipher=row.cipher, **changes)
-    config = RunConfig.from_mapping({**settings, "seed": _SEED}, where=f"the costs of {row.label}")
-    shape = (1, _SLICE_SIDE, _SLICE_SIDE) if large else tuple(bench.shape)
-    generator = torch.Generator().manual_seed(_SEED)
-    x = torch.randn((_SAMPLES * bench["clients"], *shape), generator=generator)
-    pool = ClientPool.shared(x, torch.arange(len(x)) % bench.outputs, list(torch.split(torch.arange(len(x)), _SAMPLES)))
-    facts = ModelFacts(config.model, config.model_options, shape, bench.outputs, "classification")
-    job = assemble_job(config, facts.build(seed=_SEED), pool, None, facts)
+    shape = (1, _SLICE_SIDE, _SLICE_SIDE) if large else bench.shape
+    job = job_of(settings, shape=shape, samples=_SAMPLES, outputs=bench.outputs, where=f"the costs of {row.label}")
     return replace(job, scheme=replace(job.scheme, work=_still(job.scheme.work)))
 
 
@@ -345,22 +227,6 @@ def _still(work: LocalWork) -> LocalWork:
         return replace(work, local=_still(work.local))  # type: ignore[arg-type]
     assert isinstance(work, LocalSteps)
     return _Standing(work.loss, work.batches, work.schedule, work.steps, work.epochs)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread and, under CKKS, one process."""
-    threads, workers = torch.get_num_threads(), os.environ.get(_WORKERS)
-    torch.set_num_threads(1)
-    os.environ[_WORKERS] = "1"
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if workers is None:
-            del os.environ[_WORKERS]
-        else:
-            os.environ[_WORKERS] = workers
 
 
 # Table 1: accuracy, time and their ratio.
@@ -376,7 +242,9 @@ def _table1_cells(quick: bool) -> tuple[Cell, ...]:
             found.append(Cell(bench.cost(row.label), bench.settings(row, cipher=row.cipher), usual=expected))
         for partition, row in itertools.product(PARTITIONS[:1] if quick else PARTITIONS, ROWS):
             expected = quick or (bench.usual and row.usual and partition == "iid")
-            found.append(Cell(bench.cell(partition, row.label), bench.settings(row, partition), usual=expected))
+            more = {"masked": True} if row.masked else {}
+            settings = bench.settings(row, partition)
+            found.append(Cell(bench.cell(partition, row.label), settings, usual=expected, more=more))
     return tuple(found)
 
 
@@ -491,7 +359,7 @@ def _table1_row(run: Run, row: Algorithm, quick: bool) -> tuple[str, ...]:
         both("seconds", 0, text(time, "{:,.1f}")),
         both("efficiency", 2, text(ratio, "{:,.2f}" if ratio is None or ratio < 100 else "{:,.0f}")),
         text(run.cost(row), "{:,.3f}"),
-        text(found.epsilon, "{:,.0f}") if row.noisy else "no noise",
+        text(found.epsilon, "{:,.0f}" if (found.epsilon or _FEW) >= _FEW else "{:.2g}") if row.noisy else "no noise",
     )
 
 
@@ -634,7 +502,50 @@ def _table2_report(results: Results, quick: bool) -> Report:
     return _T2.report(rows, checks, quick=quick, notes=notes)
 
 
+# Table 3: clipping thresholds, numbers of clients.
+
+
+def _table3_cells(quick: bool) -> tuple[Cell, ...]:
+    form, row = _T3.form(quick), BY_LABEL["r10"]
+    found = []
+    for bench, (what, values) in itertools.product(benches(quick), form["values"].items()):
+        for value in values:
+            settings = bench.settings(row, rounds=form["rounds"], **{what: value})
+            found.append(Cell(f"{bench.name}/{what}{value:g}", settings, usual=bench.usual))
+    return tuple(found)
+
+
+def _table3_report(results: Results, quick: bool) -> Report:
+    form, rows, words = _T3.form(quick), [], []
+    checks: list[Check] = []
+    ran = [one for one in benches(quick) if any(name.startswith(f"{one.name}/") for name in results)]
+    for bench in ran or [one for one in benches(quick) if one.usual]:
+        words.append(f"{bench.name}: {bench.words}.")
+        found: dict[str, dict[str, float | None]] = {}
+        for what, values in form["values"].items():
+            for value in values:
+                ours = trained(results, f"{bench.name}/{what}{value:g}", rounds=form["rounds"])
+                theirs = _T3["printed"][what].get(f"{value:g}")
+                found.setdefault(what, {})[f"{value:g}"] = ours.accuracy
+                rows.append((bench.name, _T3["names"][what], f"{value:g}", f"{paper(theirs)} / {ours}"))
+        checks += _table3_claims(bench.name, found)
+    notes = [*words, *_T3.notes(rounds=form["rounds"], epsilon=benches(quick)[0]["epsilon"])]
+    return _T3.report(rows, checks, quick=quick, notes=notes)
+
+
+def _table3_claims(where: str, found: Mapping[str, Mapping[str, float | None]]) -> Iterator[Check]:
+    clips, counts = found["clip"], found["clients"]
+    claim, best = f"{where}: θ = 1 is the most accurate (up to {CHANCE:g} points of chance)", clips.get("1")
+    there = [one for one in clips.values() if one is not None]
+    seen = ", ".join(f"θ = {name}: {text(one, '{:.1f}')}" for name, one in clips.items())
+    yield Check(claim, None if best is None or len(there) < len(clips) else best >= max(there) - CHANCE, seen)
+    falling = list(counts.items())[::-1]
+    claim = f"{where}: accuracy falls as clients grow more"
+    yield growing(claim, [one for _, one in falling], [f"N = {name}" for name, _ in falling], unit="%")
+
+
 ENTRIES = (
     _T1.entry(_table1_cells, _table1_report, work=_table1_work),
     _T2.entry(_table2_cells, _table2_report),
+    _T3.entry(_table3_cells, _table3_report),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,12 @@ from papers.cells import mean, standard_error
 
 EMPTY = "–"
 _TRAINED = 30.0
+REPRODUCED, ELSEWHERE, HOLDS = "reproduced", "holds at other numbers", "holds"
+IN_PART, REFUTED, UNDECIDED = "refuted in part", "refuted", "not decidable"
+WORDS = (REPRODUCED, ELSEWHERE, HOLDS, IN_PART, REFUTED, UNDECIDED)
+"""What can be said of a table."""
+POINTS, SHARE = 2.0, 0.1
+"""How near to a printed percentage, and to any other printed number, one has to come to have reproduced it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,28 @@ class Figure:
     paper: str
     ours: str
 
+    @property
+    def met(self) -> bool | None:
+        """Whether what came out is what the paper prints, within `POINTS` of a percentage or `SHARE` of another number.
+
+        None where either is no number, or there is nothing printed to compare with.
+        """
+        theirs, ours = _numbers(self.paper), _numbers(self.ours)
+        if not theirs or len(theirs) != len(ours):
+            return None
+        points = "%" in self.what or "points" in self.what
+        near = (abs(a - b) <= (POINTS if points else SHARE * abs(a)) for a, b in zip(theirs, ours, strict=True))
+        return all(near)
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers of a figure, without intervals and remarks in brackets; none where it is anything else."""
+    bare = re.sub(r"\([^)]*\)|\[[^\]]*\]|±.*", "", text).replace("−", "-")
+    try:
+        return [float(part) for part in bare.split(",")]
+    except ValueError:
+        return []
+
 
 @dataclass(frozen=True)
 class Report:
@@ -53,32 +82,54 @@ class Report:
     figures: tuple[Figure, ...] = ()
 
     @property
+    def missed(self) -> tuple[Figure, ...]:
+        """The figures that stand for the table and did not come out as they are printed."""
+        return tuple(one for one in self.figures if one.met is False)
+
+    @property
     def word(self) -> str:
-        """reproduced, partly reproduced, not reproduced or not run: what the settled claims amount to."""
+        """What the settled claims amount to: one of `WORDS`.
+
+        Two curves that agree at another accuracy than the paper's hold what it claims of them and do not reproduce it:
+        that takes its numbers too. A claim that holds while what it stands on does not is worth nothing; one that does
+        not hold is refuted all the same.
+        """
         settled = [one.held for one in self.checks if one.held is not None and not one.premise]
-        if not settled:
-            return "not run"
-        if not any(settled):
-            return "not reproduced"
-        return "partly reproduced" if any(one.held is False for one in self.checks) else "reproduced"
+        unfounded = any(one.held is False for one in self.checks if one.premise)
+        if not settled or (all(settled) and unfounded):
+            return UNDECIDED
+        if not all(settled):
+            return IN_PART if any(settled) and not unfounded else REFUTED
+        if self.missed:
+            return ELSEWHERE
+        return REPRODUCED if any(one.met for one in self.figures) else HOLDS
 
     @property
     def standing(self) -> str:
         """The word, which is one "so far" where claims are open."""
         waiting = any(one.held is None for one in self.checks)
-        return f"so far {self.word}" if waiting and self.word != "not run" else self.word
+        return f"so far {self.word}" if waiting and self.word != UNDECIDED else self.word
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the word is what it is; open claims are named, not counted."""
+        waiting = sum(one.held is None for one in self.checks)
+        failed = [one for one in self.checks if one.held is False]
+        told = [f"{'what it stands on ' * one.premise}did not hold: {one.claim}" for one in failed]
+        if self.word == UNDECIDED and not failed:
+            told.append("no claim can be judged by the cells there are")
+        if self.word == ELSEWHERE:
+            told += [f"{one.what}: {one.ours}, printed {one.paper}" for one in self.missed]
+        if self.word == HOLDS:
+            told.append("no number here stands beside a printed one")
+        return (*told, *((f"{waiting} of {len(self.checks)} claims are open",) if waiting else ()))
 
     @property
     def verdict(self) -> str:
-        """The word, and why; open claims are named, not counted."""
-        waiting = [one for one in self.checks if one.held is None]
-        if self.word == "not run":
-            return "not run: no claim can be judged by the cells there are"
-        word = self.standing
-        word = f"in the quick form, which shows directions only, {word}" if self.quick else word
-        why = "; ".join(f"did not hold: {one.claim}" for one in self.checks if one.held is False)
-        rest = f"{len(waiting)} of {len(self.checks)} claims are open" if waiting else ""
-        return ": ".join(filter(None, (word, "; ".join(filter(None, (why, rest))))))
+        """The word, and why."""
+        small = "in the quick form, which shows directions only, " if self.quick and self.word != UNDECIDED else ""
+        word = f"{small}{self.standing}"
+        return ": ".join(filter(None, (word, "; ".join(self.reasons))))
 
     def as_data(self) -> dict[str, object]:
         """Figures, claims and verdict as plain data."""

@@ -47,7 +47,7 @@ def entries() -> tuple[Entry, ...]:
 
 def find(name: str) -> Entry:
     """An entry by name; an unknown name suggests the nearest."""
-    known = {entry.name: entry for entry in entries()}
+    known = {one: entry for entry in entries() for one in (*entry.also, entry.name)}
     if name not in known:
         raise unknown_name("entry", name, known)
     return known[name]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,6 +17,18 @@ import pytest
 # children: tests that press Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Temporary files are kept in memory where there is room and programs may run from: tests replace tens of thousands of
+# small files, and where a file is replaced a disk's file system has its content written out at once.
+MEMORY = "/dev/shm"
+if (
+    "TMPDIR" not in os.environ
+    and os.access(MEMORY, os.W_OK | os.X_OK)
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+    and shutil.disk_usage(MEMORY).free > 4 << 30
+):
+    os.environ["TMPDIR"] = MEMORY
+    tempfile.tempdir = None  # asked for before
 
 # Until everything is collected (`pytest_collection_finish`): nothing of it is garbage.
 gc.disable()
@@ -28,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays until the end: the garbage collector need not look at it."""
+    """What was imported and collected stays until the end: the garbage collector need not look at it, nor often."""
     gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
     gc.enable()
 
 

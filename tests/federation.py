@@ -17,11 +17,11 @@ from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.engine import ClientPool, LocalEngine
-from fedveil.engine.local import Absent
+from fedveil.engine.local import Absent, Listen
 from fedveil.protocol.phases import Ask, Gathered, RoundDone, Steps
 from fedveil.roles.server import ServerRole, ServerState
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
-from fedveil.runs.loop import client_role, fresh_state, taken_from_a_client
+from fedveil.runs.loop import authority_role, client_role, fresh_state, taken_from_a_client
 
 HEADED = {"lossless", "veil-secagg", "mpdp", "mpdp-naive", "mp-cdp"}
 FEW_GROUPS = 2
@@ -43,14 +43,16 @@ def job(
     how: str = "iid",
     ratio: float = 2.0,
     reshape: tuple[int, ...] | None = None,
+    samples: int = 300,
     **settings: Any,
 ) -> Job:
-    """A run on 300 digits; float64, square loss, seed 1 and FEW_GROUPS unless the settings say otherwise."""
+    """A run on some digits; float64, square loss, seed 1 and FEW_GROUPS unless the settings say otherwise."""
     given = {"scheme": "lossless", "dtype": "float64", "loss": "square", "seed": 1, "rounds": 5, **settings}
     if given["scheme"] in HEADED and given.get("head_noise", True):
         given = {"head_groups": FEW_GROUPS, **given}
     config = settled(RunConfig.from_mapping({**given, "clients": clients}, where="test"))
     train, test = digits()
+    train = train if samples == len(train) else train.subset(torch.arange(samples))
     if reshape is not None:
         train, test = (
             Dataset(one.name, one.task, one.x.reshape(-1, *reshape), one.y, one.outputs) for one in (train, test)
@@ -78,13 +80,20 @@ def server_of(one: Job, state: ServerState | None = None) -> ServerRole:
 
 
 def trained(
-    one: Job, *, reorder: Reorder | None = None, role: object | None = None, absent: Absent | None = None
+    one: Job,
+    *,
+    reorder: Reorder | None = None,
+    role: object | None = None,
+    absent: Absent | None = None,
+    listen: Listen | None = None,
 ) -> tuple[ServerState, list[RoundDone]]:
-    """Run a job to its end with the local engine; `role` stands in for the clients."""
+    """Run a job to its end with the local engine; `role` stands in for the clients, and `listen` hears everything."""
     server = server_of(one)
     chosen: Any = client_role(one) if role is None else role
     boundaries: list[RoundDone] = []
-    drive(LocalEngine(chosen, one.pool, reorder=reorder, absent=absent), server.run(), on_round=boundaries.append)
+    authority = authority_role(one)
+    engine = LocalEngine(chosen, one.pool, reorder=reorder, absent=absent, listen=listen, authority=authority)
+    drive(engine, server.run(), on_round=boundaries.append)
     return server.state, boundaries
 
 

@@ -7,17 +7,22 @@ a new process. All that crosses is kept (`AppGrid.crossed`).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedveil.crypto.keys import add_mask
+from fedveil.errors import ProtocolError
 from fedveil.flower.client_app import HEADER, PARTS, out_of_array
 from fedveil.protocol.codec import decode
+from fedveil.uplink.unmasking import MaskedSum
 from flower.in_process import RUN, LoopbackGrid
 
 SIZES = (30, 50, 20, 40, 60)
@@ -41,6 +46,7 @@ class AppGrid(LoopbackGrid):
         *,
         twist: Callable[[Message, Message], list[Message]] | None = None,
         node_config: Callable[[int], dict[str, Any]] = lambda number: {},
+        run_config: Callable[[int], dict[str, Any]] = lambda number: {},
         first: int = 100,
     ) -> None:
         super().__init__()
@@ -49,7 +55,7 @@ class AppGrid(LoopbackGrid):
         self._first = first
         self.crossed: list[tuple[Message, Message]] = []
         self.dead: set[int] = set()
-        self._node_config, self._twist = node_config, twist
+        self._node_config, self._run_config, self._twist = node_config, run_config, twist
         self._folder = tempfile.TemporaryDirectory()
 
     def get_node_ids(self) -> list[int]:
@@ -66,7 +72,7 @@ class AppGrid(LoopbackGrid):
                 **self._node_config(node - self._first),
             },
             state=copied(self.states[node]),
-            run_config={},
+            run_config=self._run_config(node - self._first),
         )
         try:
             reply = self.app(arrived, context)
@@ -113,6 +119,8 @@ def app_of(mods: list[Any] | None = None, *, train: Train = trained) -> ClientAp
         number = int(context.node_config["partition-id"])
         given = {name: array.numpy() for name, array in message.content["arrays"].items()}
         moved, figures = train(given, number)
+        if _share(message) != 1.0:
+            moved = {name: given[name] + _share(message) * (moved[name] - given[name]) for name in given}
         content = {"arrays": ArrayRecord({name: Array(np.asarray(value)) for name, value in moved.items()})}
         return Message(RecordDict({**content, "metrics": MetricRecord(figures)}), reply_to=message)
 
@@ -120,10 +128,64 @@ def app_of(mods: list[Any] | None = None, *, train: Train = trained) -> ClientAp
     def on_evaluate(message: Message, context: Context) -> Message:
         number = int(context.node_config["partition-id"])
         weight = message.content["arrays"]["weight"].numpy()
-        figures = {"eval_loss": float(np.abs(weight).mean() + number), "num-examples": SIZES[number]}
+        loss = _share(message) * float(np.abs(weight).mean() + number)
+        figures = {"eval_loss": loss, "num-examples": SIZES[number]}
         return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=message)
 
     return app
+
+
+def _share(message: Message) -> float:
+    """How much of its work an app does, by the configuration that it was sent."""
+    return float(message.content["config"].get("lr", 1.0))
+
+
+def told_otherwise(message: Message, **told: Any) -> Message:
+    """A message with another configuration."""
+    config = ConfigRecord({**message.content["config"], **told})
+    return Message(RecordDict({**message.content, "config": config}), metadata=message.metadata)
+
+
+def given_otherwise(message: Message) -> Message:
+    """A message with another model."""
+    other = {name: Array(np.asarray(array.numpy() + 1)) for name, array in message.content["arrays"].items()}
+    return Message(RecordDict({**message.content, "arrays": ArrayRecord(other)}), metadata=message.metadata)
+
+
+class MeddlingGrid(AppGrid):
+    """A server that changes what some clients are sent; `meddle` is told the message, and `of` whom it is sent to."""
+
+    def __init__(
+        self,
+        *own: Any,
+        meddle: Callable[[AppGrid, Message], Message],
+        of: Collection[int] = (1,),
+        **more: Any,
+    ) -> None:
+        super().__init__(*own, **more)
+        self._meddle, self._of = meddle, frozenset(self._first + client for client in of)
+
+    def answered(self, message: Message, node: int) -> list[Message]:
+        return super().answered(self._meddle(self, message) if node in self._of else message, node)
+
+
+def greedy_reader(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Have servers take off every mask that they can and read what is left, whatever it is; gives all that was read."""
+    read: list[np.ndarray] = []
+
+    def words(self: MaskedSum) -> np.ndarray:
+        if not self.opened:
+            self._read_revelations()
+            for client in self.survivors if self._self_mask else ():
+                with suppress(ProtocolError):
+                    add_mask(self._sum, self._secret(client, client), subtract=True)
+            self.opened = True
+            if self._codec is not None:
+                read.append(self._codec.decode(self._sum))
+        return self._sum
+
+    monkeypatch.setattr(MaskedSum, "words", words)
+    return read
 
 
 def plain_run(strategy: Strategy, rounds: int = 2, *, without: Callable[[int, int], bool] | None = None) -> Result:

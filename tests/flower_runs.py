@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from fedveil.config import RunConfig
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import create_app, prepared
-from fedveil.flower.client_app import PARTS, out_of_array
+from fedveil.flower.client_app import parts_of
 from fedveil.flower.cluster import CONNECTION, Cluster
 from fedveil.flower.commands import Submission
 from fedveil.flower.server_app import serve
@@ -172,7 +172,7 @@ def model_without(folder: Path, missing: set[tuple[int, int]], *, what: str = "T
 
     def twist(reply: Any) -> list[Any]:
         asked = next(one for one in grid.sent if one.metadata.message_id == reply.metadata.reply_to_message_id)
-        request = decode(out_of_array(asked.content.array_records[PARTS]["common"]))
+        request = decode(parts_of(asked.content)["common"])
         where = (asked.metadata.dst_node_id - 100, getattr(request, "round", -1) + 1)
         return [] if type(request).__name__ == what and where in missing else [reply]
 

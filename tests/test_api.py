@@ -185,7 +185,11 @@ def bad_inputs() -> dict[str, tuple[Any, Any, str]]:
         ),
         "a negative class": ([(x, y - 1)], DataError, "Client 0 has class -1"),
         "classes and numbers": ([pairs[0], (x, y.double())], DataError, "Some clients have integer targets"),
-        "too many target columns": ([(x, x)], DataError, r"gives 3 outputs, the targets have \[6\] columns"),
+        "too many target columns": (
+            [(x, x)],
+            DataError,
+            r"gives 3 outputs, the targets have 6 columns\. Floating-point targets are a regression",
+        ),
         "inputs the model does not take": (
             [(x[:, :4], y)],
             ConfigError,
@@ -195,6 +199,13 @@ def bad_inputs() -> dict[str, tuple[Any, Any, str]]:
         "inputs without rows": ([(x[:, 0], y)], DataError, "both need one row per sample"),
         "a target without rows": ([(x, y[0])], DataError, "both need one row per sample"),
     }
+
+
+def test_a_table_without_a_target_is_refused_with_what_to_give_instead() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(separable()[0][0].numpy())
+    with pytest.raises(DataError, match=r"Client 0 is DataFrame, .* Give \(inputs, targets\)"):
+        fedveil.train(Own(), [table], **QUICK)
 
 
 @pytest.mark.parametrize("case", bad_inputs())

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": LEAVES | PARTS | {"runs", "schemes", "engine", "settings", "tracking"},
     "audit": LEAVES | PARTS | {"record", "runs", "schemes", "engine"},
     "tracking": LEAVES | {"runs"},
-    "compare": LEAVES | {"runs", "schemes", "tracking"},
+    "compare": LEAVES | {"audit", "runs", "schemes", "tracking"},
     "doctor": {"version", "api"},
     "report": LEAVES | {"audit", "runs", "ledger"},
     "cli": LEAVES

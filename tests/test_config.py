@@ -181,6 +181,15 @@ def test_none_means_the_default() -> None:
         ({"augment": ""}, "augment must be"),
         ({"client_momentum": 1.0}, "client_momentum must lie"),
         ({"client_lr": 0.0}, "client_lr must be positive"),
+        ({"client_optimiser": "adamw"}, "Did you mean 'adam'"),
+        (
+            {"client_optimiser": "adam", "client_momentum": 0.9},
+            "client_momentum is of client_optimiser = sgd, and client_optimiser is adam: set --client-optimiser sgd",
+        ),
+        ({"client_beta1": 0.5}, "client_beta1 is of client_optimiser = adam, and client_optimiser is sgd"),
+        ({"client_optimiser": "sgd", "client_tau": 1e-6}, "set --client-optimiser adam, or leave client_tau out"),
+        ({"client_optimiser": "adam", "client_beta2": 1.0}, "client_beta2 must lie"),
+        ({"client_optimiser": "adam", "client_tau": 0.0}, "client_tau must be positive"),
     ],
 )
 def test_a_value_out_of_range_is_named(settings: dict[str, Any], complaint: str) -> None:
@@ -241,6 +250,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "label_smoothing": 0.1,
         "lr_steps": "0.3,0.6",
         "optimiser": "yogi",
+        "client_optimiser": "adam",
         "max_loss_jump": 3.0,
         "augment": "crop,flip",
         "head_partition": "0,1",
@@ -248,7 +258,8 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
     }
     schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}
     beside: dict[str, dict[str, Any]] = {name: {"lr_schedule": shape} for name, shape in schedules.items()}
-    beside |= {name: {"optimiser": "adam"} for name in ("beta1", "beta2", "tau")}
+    for name in ("beta1", "beta2", "tau"):
+        beside |= {name: {"optimiser": "adam"}, f"client_{name}": {"client_optimiser": "adam"}}
     for one in dataclasses.fields(config):
         if one.name in free:
             continue

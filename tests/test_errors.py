@@ -69,10 +69,10 @@ def test_no_text_below_the_commands_has_a_flag_of_a_setting() -> None:
     flags = re.compile(r"`[^`]*`|--(?:no-)?([a-z]+(?:-[a-z]+)*)")
     bare = []
     for file in ROOT.rglob("*.py"):
-        place = file.relative_to(ROOT)
-        if place.parts[0] in FLAGS_THERE or place.as_posix() in WORDS_THERE:
+        place, source = file.relative_to(ROOT), file.read_text()
+        if place.parts[0] in FLAGS_THERE or place.as_posix() in WORDS_THERE or not re.search("--[a-z]", source):
             continue
-        for line, text in texts(ast.parse(file.read_text())):
+        for line, text in texts(ast.parse(source)):
             bare += [f"{place}:{line}: --{name}" for name in flags.findall(text) if name in names]
     assert not bare
 

@@ -1,4 +1,4 @@
-"""What the README shows works when it is typed."""
+"""What the README and the pages it leads to show works when it is typed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ LEARNED = {
     "ckks": 0.7,
     "own": 0.7,
 }
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", "docs/choose-a-scheme.md", "docs/ledger.md", "docs/paraaegis.md", "docs/how-to/audit.md")
+README, *GUIDES = ((Path(__file__).parents[1] / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return [found for page in (README, *GUIDES) for found in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)]
 
 
 def test_the_python_block_runs(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_the_python_block_runs(tmp_path: Path) -> None:
 
 
 # Further schemes of the same kind, and a comparison, which tests of `fedveil compare` run too.
-FURTHER = {"compared", "veil-dp", "ldp", "cdp", "mpdp", "ckks"}
+FURTHER = {"compared", "papers", "veil-dp", "ldp", "cdp", "mpdp", "ckks"}
 # Settings that no figure of the page hangs on but accuracies, which are then not asked for; by a command's last word.
 SHORTER = {
     "runs/a": ("--rounds 50", "--rounds 3"),
@@ -68,7 +69,7 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
         name = block.splitlines()[0].removeprefix("# ")
         (tmp_path / name).write_text(block)
     lines = [line.partition("#")[0].strip() for block in blocks("console") for line in block.splitlines()]
-    commands = [line for line in lines if line.startswith("fedveil ")]
+    commands = list(dict.fromkeys(line for line in lines if line.startswith("fedveil ")))
     assert len(commands) >= 15
     further = [command for command in commands if command.rpartition(" --out runs/")[2] in left_out]
     assert len(further) == len(left_out)
@@ -80,12 +81,12 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
         done = fedveil(*shlex.split(command)[1:])
         assert done.code == 0, f"{command}: {done.error}"
         said[command] = " ".join(done.output.split())
-    shown = " ".join(next(block for block in blocks("text") if block.startswith("Ledger")).split())
+    shown = " ".join(next(block for block in blocks("text") if block.startswith("Ledger of nadp")).split())
     for figure in (*re.findall(r"\(ε = [^)]*\)", shown), *re.findall(r"for ε = .*? less", shown)):
         assert figure in said["fedveil ledger runs/nadp"]
     for point in re.findall(r"– (.*?)(?= – | What | The paper's| Not | $|$)", shown):
         assert point in said["fedveil ledger runs/nadp"]
-    (asked,) = (text for command, text in said.items() if "--clients 100 --rounds 200" in command)
+    (asked,) = (text for command, text in said.items() if "--rounds 200 --epsilon 1" in command)
     assert "44.5% less noise than the paper's formula" in asked
     accuracies = {
         name: json.loads((tmp_path / "runs" / name / "summary.json").read_text())["test_accuracy"]
@@ -98,7 +99,9 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
     (asked,) = (text for command, text in said.items() if "--samples 947" in command)
     assert "(ε = 20,315, δ = 1e-05)" in asked
     for figure in ("ε = 11.72 in any case", "ε = 20,315"):
-        assert figure in README
+        assert any(figure in page for page in GUIDES)
+    for figure in re.findall(r"\(ε = [^)]*\)", README):
+        assert figure in said["fedveil ledger runs/nadp"]
 
 
 @pytest.mark.parametrize("target", ["run", "test"])

@@ -19,6 +19,7 @@ from fedveil.plain import (
     BELOW_ONE,
     NOT_NEGATIVE,
     POSITIVE,
+    SHARE,
     SHARES,
     Check,
     ModelOption,
@@ -43,8 +44,6 @@ PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _M
 """In which order settings stand in the help; within a panel, as they are declared."""
 
 _STEPS = up_to(10**7)
-
-
 _AUGMENTED: Check = (
     lambda value: value.startswith(OBJECT) or bool(augmenting(value)),
     "must be a list of crop, flip and cutout, each once, with sizes of 1 or more if you like: crop:4,flip,cutout:8",
@@ -59,11 +58,17 @@ _BELONGS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "beta1": ("optimiser", ADAPTIVE),
     "beta2": ("optimiser", ("adam", "yogi")),
     "tau": ("optimiser", ADAPTIVE),
+    "client_momentum": ("client_optimiser", ("sgd", None)),
+    "client_beta1": ("client_optimiser", ("adam",)),
+    "client_beta2": ("client_optimiser", ("adam",)),
+    "client_tau": ("client_optimiser", ("adam",)),
 }
 
 
 _option = functools.partial(declare, of_scheme=True)
 _later = functools.partial(_option, _PRIVACY, before=None)
+_recipe = functools.partial(declare, _TRAIN, before=None)
+_local = functools.partial(_option, _TRAIN, before=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +149,13 @@ class RunConfig:
     ratio: float = declare(_DATA, "size: largest client over smallest.", 2.0)
 
     cohort: float | int | None = declare(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
+    sampling_rate: float | None = _recipe("Instead: each client's probability to be in a round.", check=SHARE)
     batch_size: int = declare(_TRAIN, "Samples per step; 0 takes all.", 0, check=NOT_NEGATIVE)
     lr: float | str | None = declare(
         _TRAIN,
         "Learning rate; auto: found by short trials (not where privacy is accounted for).",
-        shown="0.1; for the square loss 0.02; for adam, adagrad and yogi 0.01; beside --client-lr 1",
+        shown="0.1; for the square loss 0.02; for adam, adagrad and yogi 0.01; for --client-optimiser adam 0.001; "
+        "beside --client-lr 1",
         check=(
             lambda value: value == "auto" if isinstance(value, str) else value > 0,
             "must be a positive number, or auto",
@@ -162,41 +169,29 @@ class RunConfig:
         "constant",
         choices=("constant", "cosine", "step", "polynomial"),
     )
-    warm_up: float | None = declare(
-        _TRAIN,
+    warm_up: float | None = _recipe(
         "Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.",
         shown="none",
         check=BELOW_ONE,
-        before=None,
     )
-    lr_steps: str | None = declare(
-        _TRAIN, "step: after which shares of the rounds.", shown="0.5,0.75", check=SHARES, before=None
-    )
-    lr_drop: float | None = declare(_TRAIN, "step: the factor each time.", shown="0.1", check=POSITIVE, before=None)
-    lr_power: float | None = declare(_TRAIN, "polynomial: the power.", shown="1", check=POSITIVE, before=None)
+    lr_steps: str | None = _recipe("step: after which shares of the rounds.", shown="0.5,0.75", check=SHARES)
+    lr_drop: float | None = _recipe("step: the factor each time.", shown="0.1", check=POSITIVE)
+    lr_power: float | None = _recipe("polynomial: the power.", shown="1", check=POSITIVE)
     momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=BELOW_ONE)
     weight_decay: float = declare(_TRAIN, "Server weight decay.", 0.0, check=NOT_NEGATIVE)
-    optimiser: str | None = declare(
-        _TRAIN,
+    optimiser: str | None = _recipe(
         "The server's: sgd, adam, adagrad or yogi, on the recovered gradient or the mean update (then with "
         "--client-lr).",
         shown="sgd",
         choices=("sgd", *ADAPTIVE),
-        before=None,
     )
-    beta1: float | None = declare(
-        _TRAIN, "adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=BELOW_ONE, before=None
-    )
-    beta2: float | None = declare(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=BELOW_ONE, before=None)
-    tau: float | None = declare(
-        _TRAIN, "adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=POSITIVE, before=None
-    )
-    augment: str | None = declare(
-        _TRAIN,
+    beta1: float | None = _recipe("adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=BELOW_ONE)
+    beta2: float | None = _recipe("adam, yogi: β₂ of squares.", shown="0.99", check=BELOW_ONE)
+    tau: float | None = _recipe("adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=POSITIVE)
+    augment: str | None = _recipe(
         "Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8.",
         shown="as they are",
         check=_AUGMENTED,
-        before=None,
     )
     loss: str | None = declare(
         _TRAIN,
@@ -206,70 +201,66 @@ class RunConfig:
     )
     target_scale: float = declare(_TRAIN, "Square loss: the true class's target M.", 1.0)
     true_weight: float = declare(_TRAIN, "Square loss: the true class's weight k.", 1.0)
-    class_weights: str | None = declare(
-        _TRAIN,
+    class_weights: str | None = _recipe(
         "How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations "
         "of schemes that promise nothing about data.",
         shown="1 each",
-        before=None,
     )
     label_smoothing: float = declare(
         _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=BELOW_ONE, before=0.0
     )
-    weights: str | None = declare(
-        _TRAIN,
-        "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).",
-        shown="drawn by the seed",
-        before=None,
+    weights: str | None = _recipe(
+        "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).", shown="drawn by the seed"
     )
-    early_stopping: int | None = declare(
-        _TRAIN,
-        "Stop after so many evaluations without a better --monitor.",
-        check=POSITIVE,
-        shapes_run=False,
-        before=None,
+    early_stopping: int | None = _recipe(
+        "Stop after so many evaluations without a better --monitor.", check=POSITIVE, shapes_run=False
     )
-    monitor: str | None = declare(
-        _TRAIN,
+    monitor: str | None = _recipe(
         "The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. "
         "Its model is kept too (best.safetensors).",
         shown="validation_loss where there is a validation part",
         shapes_run=False,
-        before=None,
     )
-
-    target_accuracy: float | None = declare(
-        _TRAIN,
+    target_accuracy: float | None = _recipe(
         "summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65.",
-        check=(lambda value: 0 < value <= 1, "must lie above 0 and be at most 1"),
+        check=SHARE,
         shapes_run=False,
-        before=None,
     )
 
     local_steps: int | None = _option(
         _TRAIN,
-        "fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local steps per round.",
+        "fedavg, secagg, ldp, cdp, nadp, tp-smc, hybridalpha, lwe-secagg, paraaegis: local steps per round.",
         shown="1; more make a client the unit",
         check=_STEPS,
     )
     local_epochs: int | None = _option(
         _TRAIN,
-        "fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local epochs per round.",
+        "fedavg, secagg, ldp, cdp, nadp, tp-smc, hybridalpha, lwe-secagg, paraaegis: local epochs per round.",
         shown="paraaegis and its baselines 1",
         check=_STEPS,
     )
-    client_lr: float | None = _option(
-        _TRAIN,
+    client_lr: float | None = _local(
         "Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.",
         shown="--lr, and the server takes updates whole",
         check=POSITIVE,
-        before=None,
     )
-    client_momentum: float | None = _option(
-        _TRAIN, "Local training: momentum, from 0 in every round.", shown="0", check=BELOW_ONE, before=None
+    client_optimiser: str | None = _local(
+        "Local training: sgd, or adam, which begins anew in every round; under a veil with --family signed.",
+        shown="sgd",
+        choices=("sgd", "adam"),
     )
-    client_weight_decay: float | None = _option(
-        _TRAIN, "Local training: weight decay.", shown="0", check=NOT_NEGATIVE, before=None
+    client_momentum: float | None = _local(
+        "Local training: momentum of sgd, from 0 in every round.", shown="0", check=BELOW_ONE
+    )
+    client_weight_decay: float | None = _local(
+        "Local training: weight decay; of adam decoupled from its gradients, as AdamW has it.",
+        shown="0",
+        check=NOT_NEGATIVE,
+    )
+    client_beta1: float | None = _local("Local training by adam: momentum β₁.", shown="0.9", check=BELOW_ONE)
+    client_beta2: float | None = _local("Local training by adam: β₂ of squares.", shown="0.999", check=BELOW_ONE)
+    client_tau: float | None = _local(
+        "Local training by adam: τ, beside √v (torch's eps).", shown="1e-8", check=POSITIVE
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
     stream_rotations: bool | None = _option(
@@ -320,7 +311,8 @@ class RunConfig:
     )
     collusion: float | None = _option(
         _PRIVACY,
-        "nadp, veil-dp, veil-secagg, secagg, tp-smc, pile, lwe-secagg: share of clients that may side with the server.",
+        "nadp, veil-dp, veil-secagg, secagg, tp-smc, hybridalpha, pile, lwe-secagg: share of clients that may side "
+        "with the server.",
         shown="noise: 0; masks and shared keys: 0.1",
     )
     pair_strength: float | None = _option(
@@ -364,7 +356,9 @@ class RunConfig:
     skip_cancelling: bool | None = _option(
         _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"
     )
-    cover: str | None = _option(_MASKS, "veil-dp: noise, or masks with integer noise.", shown="noise")
+    cover: str | None = _option(
+        _MASKS, "masks; or veil-dp: noise, tp-smc and pile: paillier, hybridalpha: keys.", shown="not masks"
+    )
     unmask: str | None = _option(
         _MASKS, "always: two phases a round; on-dropout: one, if the server is honest about arrivals.", shown="always"
     )
@@ -492,7 +486,7 @@ class RunConfig:
         _VEIL,
         "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
         "scales and invertible blocks too; auto, what fits the scheme: scale under head noise and MP-DP, isometry "
-        "under veil-dp and with local training, else full.",
+        "under veil-dp and with local training (signed for --client-optimiser adam), else full.",
         "auto",
         choices=("auto", "scale", "signed", "isometry", "full"),
         before="scale",
@@ -613,7 +607,7 @@ class RunConfig:
         """A digest of everything that decides the trained model (except how long it trains)."""
         skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
         skipped -= {"rounds"} if self.lr_schedule != "constant" or self.warm_up else set()
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped} | self._unsaid()
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]
         for name, value in BEFORE.items():
@@ -625,11 +619,18 @@ class RunConfig:
                 kept[name] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
+    def _unsaid(self) -> dict[str, str]:
+        """Defaults that are stored as if they had been said: where they are missing, what was before them is meant."""
+        left = {self.calibration, self.sigma_own, self.sigma_pair} == {None}
+        return (
+            {"calibration": "equations"} if left and self.scheme in _FIELDS["calibration"].metadata["before_of"] else {}
+        )
+
     def to_toml(self) -> str:
         """The configuration as a TOML document; settings left to defaults of others are omitted."""
         lines, tables = [], []
         for setting in fields(self):
-            value = getattr(self, setting.name)
+            value = self._unsaid().get(setting.name, getattr(self, setting.name))
             if isinstance(value, dict):
                 rows = [f"{key} = {toml_of(item)}" for key, item in value.items()]
                 tables += ["", f"[{setting.name}]", *rows] if rows else []

@@ -44,6 +44,7 @@ PURPOSES = {
     "accounting": "--secret-sampling: the account of secretly drawn batches",
     "he": "CKKS: ckks-fedavg, serial, and paraaegis with --cipher ckks",
     "paillier": "faster tp-smc and pile, which work without it",
+    "functional": "hybridalpha: functional encryption",
     "flower": "runs on real machines: fedveil flower",
     "report": "fedveil report and fedveil compare as pages",
     "tensorboard": "fedveil run --tensorboard",

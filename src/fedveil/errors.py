@@ -22,8 +22,12 @@ class Code(StrEnum):
     """Sums do not open to numbers that clients could have sent: the server takes them back."""
     IMPLAUSIBLE = "implausible"
     """An upload or a sum of them is beyond what honest clients can send."""
+    SPOILT = "spoilt"
+    """A client has spoilt a round for everybody: it is asked no more in this run."""
     JUMPED = "jumped"
     """A round has made the loss on held-out samples jump."""
+    WITHHELD = "withheld"
+    """A key authority gives no key for what it was asked."""
     ENDED = "ended"
     """A client's own limits end the run for it."""
     NUMBERS = "numbers"
@@ -188,6 +192,7 @@ def spelled(name: str, value: object = None, *, argument: str = "") -> str:
 
 _MOST_LISTED = 20
 _NEAREST = 3
+_ALSO_CALLED = {"square": "mse", "cross-entropy": "ce", "binary-cross-entropy": "bce"}
 _LONGEST = 300  # of a name: one of 100,000 characters, out of a file that was handed over, takes seconds to compare
 
 
@@ -201,8 +206,9 @@ def unknown_name(
     known, name = sorted(choices), _shortened(name)
 
     def likeness(choice: str) -> float:
-        said = (words or {}).get(choice, "").lower()[: 2 * len(name)]
-        return max(_alike(name.lower(), choice.lower()), _alike(name.lower().replace("_", " "), said))
+        said, meant = (words or _ALSO_CALLED).get(choice, "").lower()[: 2 * len(name)], name.lower().replace("_", " ")
+        first = said.partition(";")[0]
+        return max(_alike(name.lower(), choice.lower()), _alike(meant, said), _alike(meant, first))
 
     near = sorted(known, key=likeness, reverse=True)
     guess = f" Did you mean {near[0]!r}?" if near and likeness(near[0]) >= 0.5 else ""
@@ -219,13 +225,13 @@ def _alike(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
-def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError:
+def unknown_option(owner: str, option: str, known: Iterable[str], *, hint: str = "") -> ConfigError:
     """A ConfigError that names the options the owner (Model 'mlp') takes and the nearest of them."""
     takes, option = list(known), _shortened(option)
     near = difflib.get_close_matches(option, takes, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options of its own."
-    return ConfigError(f"{owner} has no option {option!r}.{guess} {listing}")
+    return ConfigError(f"{owner} has no option {option!r}.{guess} {listing}{f' {hint}' if hint else ''}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ a message is plain text, and plain text is never imported. The mark cannot be st
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import operator
@@ -96,8 +97,11 @@ def load(reference: OwnCode, *, what: str) -> object:
     try:
         member: object = operator.attrgetter(attribute)(module)
     except AttributeError as error:
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        where = module.__file__ or place
         raise ConfigError(
-            f"{kind.capitalize()} {reference!r}: {module.__file__ or place} was imported but has no {attribute!r}."
+            f"{kind.capitalize()} {reference!r}: {where} was imported but has no {attribute!r}.{guess}"
         ) from error
     return member
 

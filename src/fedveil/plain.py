@@ -251,6 +251,7 @@ def up_to(most: int, *, least: int = 1) -> Check:
     return (lambda value: least <= value <= most, f"{words}, and at most {most:,}")
 
 
+SHARE: Check = (lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
 SHARES: Check = (
     lambda value: bool(shares_of(value)),
     "must be shares of the rounds in ascending order, like 0.5,0.75",

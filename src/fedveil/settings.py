@@ -32,11 +32,13 @@ class Settings(TypedDict, total=False):
     none)"""
     cohort: float | int | None
     """Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)"""
+    sampling_rate: float | None
+    """Instead: each client's probability to be in a round."""
     batch_size: int
     """Samples per step; 0 takes all. (default: 0)"""
     lr: float | str | None
     """Learning rate; auto: found by short trials (not where privacy is accounted for). (default: 0.1; for the square
-    loss 0.02; for adam, adagrad and yogi 0.01; beside --client-lr 1)"""
+    loss 0.02; for adam, adagrad and yogi 0.01; for --client-optimiser adam 0.001; beside --client-lr 1)"""
     lr_decay: float
     """Factor on the rate per round. (default: 1)"""
     lr_schedule: Literal["constant", "cosine", "step", "polynomial"] | Callable[[int, int], float]
@@ -87,18 +89,27 @@ class Settings(TypedDict, total=False):
     target_accuracy: float | None
     """summary.json says in which round, and after how many seconds of training, the test accuracy was this: 0.65."""
     local_steps: int | None
-    """fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local steps per round. (default: 1; more make a
-    client the unit)"""
+    """fedavg, secagg, ldp, cdp, nadp, tp-smc, hybridalpha, lwe-secagg, paraaegis: local steps per round. (default: 1;
+    more make a client the unit)"""
     local_epochs: int | None
-    """fedavg, secagg, ldp, cdp, nadp, tp-smc, lwe-secagg, paraaegis: local epochs per round. (default: paraaegis and
-    its baselines 1)"""
+    """fedavg, secagg, ldp, cdp, nadp, tp-smc, hybridalpha, lwe-secagg, paraaegis: local epochs per round. (default:
+    paraaegis and its baselines 1)"""
     client_lr: float | None
     """Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.
     (default: --lr, and the server takes updates whole)"""
+    client_optimiser: Literal["sgd", "adam"] | None
+    """Local training: sgd, or adam, which begins anew in every round; under a veil with --family signed. (default:
+    sgd)"""
     client_momentum: float | None
-    """Local training: momentum, from 0 in every round. (default: 0)"""
+    """Local training: momentum of sgd, from 0 in every round. (default: 0)"""
     client_weight_decay: float | None
-    """Local training: weight decay. (default: 0)"""
+    """Local training: weight decay; of adam decoupled from its gradients, as AdamW has it. (default: 0)"""
+    client_beta1: float | None
+    """Local training by adam: momentum β₁. (default: 0.9)"""
+    client_beta2: float | None
+    """Local training by adam: β₂ of squares. (default: 0.999)"""
+    client_tau: float | None
+    """Local training by adam: τ, beside √v (torch's eps). (default: 1e-8)"""
     head_noise: bool | None
     """Noise on the last layer. (default: on)"""
     stream_rotations: bool | None
@@ -140,8 +151,8 @@ class Settings(TypedDict, total=False):
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None
-    """nadp, veil-dp, veil-secagg, secagg, tp-smc, pile, lwe-secagg: share of clients that may side with the server.
-    (default: noise: 0; masks and shared keys: 0.1)"""
+    """nadp, veil-dp, veil-secagg, secagg, tp-smc, hybridalpha, pile, lwe-secagg: share of clients that may side with
+    the server. (default: noise: 0; masks and shared keys: 0.1)"""
     pair_strength: float | None
     """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10, on a sparse graph what that calls for;
     the paper's with --accounting paper or --dropouts tolerate)"""
@@ -168,7 +179,7 @@ class Settings(TypedDict, total=False):
     skip_cancelling: bool | None
     """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
     cover: str | None
-    """veil-dp: noise, or masks with integer noise. (default: noise)"""
+    """masks; or veil-dp: noise, tp-smc and pile: paillier, hybridalpha: keys. (default: not masks)"""
     unmask: str | None
     """always: two phases a round; on-dropout: one, if the server is honest about arrivals. (default: always)"""
     threshold: float | None
@@ -258,7 +269,7 @@ class Settings(TypedDict, total=False):
     family: Literal["auto", "scale", "signed", "isometry", "full"]
     """What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full,
     scales and invertible blocks too; auto, what fits the scheme: scale under head noise and MP-DP, isometry under
-    veil-dp and with local training, else full. (default: auto)"""
+    veil-dp and with local training (signed for --client-optimiser adam), else full. (default: auto)"""
     public_start: bool | None
     """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
     it. To be said, yes or no, wherever weights are loaded. (default: not said)"""

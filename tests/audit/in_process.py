@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from fedveil.audit import running
-from fedveil.audit.attack import attacks
+from fedveil.audit.attack import Attack
 from fedveil.audit.views import ServerHistory, View, from_bytes
 
 Substitute = Callable[[View, Mapping[str, Any]], Mapping[str, Tensor]]
@@ -28,8 +28,9 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
 
     class InProcess:
-        def __init__(self, name: str, **more: object) -> None:
+        def __init__(self, name: str, *, attacks: Mapping[str, Attack], **more: object) -> None:
             self.name = name
+            self._attack = attacks[name]
 
         def __enter__(self) -> Self:
             return self
@@ -51,7 +52,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> Calls:
             on_progress(0.5)
             if self.name in calls.instead:
                 return calls.instead[self.name](opened, settings)
-            return attacks()[self.name](opened, settings, on_progress)
+            return self._attack(opened, settings, on_progress)
 
     monkeypatch.setattr(running, "AttackProcess", InProcess)
     return calls

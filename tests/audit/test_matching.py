@@ -15,6 +15,7 @@ from fedveil.downlink import Architecture, Rescaling, ScaleTable, Weights, draw
 from fedveil.downlink.rescaling import scale_table
 from fedveil.errors import DataError
 from fedveil.secrets import SeededSecrets
+from pairs import crossed
 
 FAMILIES = ("scale", "signed", "isometry", "full")
 CATALOGUE = {
@@ -70,8 +71,7 @@ def test_a_model_that_is_known_is_found_again_under_every_secret(name: str) -> N
     assert off(matched(table, veiled, flat), flat) < 1e-9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize(("name", "family"), crossed(list(CATALOGUE), FAMILIES))
 def test_what_lies_between_two_rounds_comes_out(name: str, family: str) -> None:
     """A change in all directions; those in which a veil moves models cannot be told from it: few, or none."""
     architecture, weights = drawn(name, family)

@@ -60,6 +60,17 @@ def test_noised_updates_have_a_twin_without_noise(changes: dict[str, object]) ->
     assert distance(twin.recovered.gradient, view.facts.lr * plain_gradient(subject, view)) < 1e-6
 
 
+def test_what_clients_own_adam_hides_is_hidden_without_a_scheme_too() -> None:
+    """One step of it is all but the signs of a gradient, and no merit of whoever sent it bare."""
+    changes = {"local_steps": 2, "batch_size": 4, "client_optimiser": "adam", "lr": 0.01, "dtype": "float64"}
+    subject = scene(scheme="fedavg", **changes).close
+    view = server_view(subject.record, 1, round=1)
+    twin = unprotected_upload(subject, view)
+    assert alike(view, twin)
+    assert twin.recovered is not None
+    assert distance(twin.recovered.gradient, 0.01 * plain_gradient(subject, view)) > 0.5
+
+
 def test_a_twin_holds_no_message_no_colluder_and_no_sum() -> None:
     subject = subject_of(scheme="nadp")
     view = server_view(subject.record, 1, round=2, colluders=[0, 2])

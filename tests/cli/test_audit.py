@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from audit.in_process import without_processes
 from fedveil.audit.attack import attacks
 from fedveil.audit.findings import TAKEN_OUT, Finding
 from fedveil.audit.running import Audit
@@ -75,6 +76,14 @@ def test_what_was_taken_out_has_a_column_of_its_own(capsys: pytest.CaptureFixtur
         show(Audit("fedavg", (finding,), {}, tmp_path, 1.0))
         shown = " ".join(capsys.readouterr().out.split())
         assert ("taken out ┃" in shown) is ("│ 37 │" in shown) is (TAKEN_OUT in shown) is bool(count)
+
+
+def test_a_star_is_explained_where_there_is_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for adaptive in (False, True):
+        words = ("a client", "members", "membership", "the model it receives", adaptive, "members told")
+        show(Audit("fedavg", (Finding("client/membership", *words, verdict="not effective"),), {}, tmp_path, 1.0))
+        shown = capsys.readouterr().out
+        assert ("membership *" in shown) is ("* made for this kind of protection" in shown) is adaptive
 
 
 def test_the_folder_holds_findings_and_pictures(ran: Path, first: Done) -> None:
@@ -158,7 +167,9 @@ def own(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     file = place / "mine.py"
     file.write_text(OWN.replace("DIGIT", "3") + f"\nopen({str(place / 'imported')!r}, 'w').close()\n")
     quick = ("--quick", "--workers", 1, "--out", place / "out", "--attacks", "constant")
-    return file, place / "out", fedveil("audit", ran, *quick, "--attack", f"{file}:constant", "--json")
+    with pytest.MonkeyPatch.context() as patched:
+        without_processes(patched)
+        return file, place / "out", fedveil("audit", ran, *quick, "--attack", f"{file}:constant", "--json")
 
 
 def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(
@@ -231,8 +242,9 @@ def test_where_another_attack_came_to_an_end_the_exit_code_is_none(ran: Path, tm
 
 
 def test_what_a_stored_audit_says_of_own_code_is_never_run(
-    ran: Path, own: tuple[Path, Path, Done], tmp_path: Path
+    ran: Path, own: tuple[Path, Path, Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_processes(monkeypatch)
     file, out, _ = own
     imported = file.with_name("imported")
     assert imported.exists()

@@ -51,6 +51,14 @@ def test_every_commands_help_shows_an_example(command: str) -> None:
     assert f"fedveil {command}" in done.output or command in ("models", "schemes")
 
 
+@pytest.mark.parametrize(("typed", "meant"), [(("rnu",), "run"), (("flower", "initt"), "init")])
+def test_a_mistyped_command_is_answered_with_the_nearest_once(typed: tuple[str, ...], meant: str) -> None:
+    done = fedveil(*typed)
+    assert done.code == 2
+    assert done.error.count("Did you mean") == 1
+    assert f"'{meant}'" in done.error
+
+
 def test_the_commands_listed_are_those_tested_here() -> None:
     done = fedveil("--help")
     assert done.code == 0
@@ -184,6 +192,26 @@ def test_inspect_says_what_a_family_does_and_what_it_does_not_hide() -> None:
 def test_inspect_lists_what_is_drawn_every_round(given: tuple[str, ...], groups: set[str]) -> None:
     data = json.loads(fedveil("inspect", "--model", *given, "--no-head-noise", "--json").output)
     assert groups <= set(data["groups"])
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "told"),
+    [
+        (("--family", "signed", "--no-head-noise"), ["sgd", "adam"], "local training: by sgd; by adam\n"),
+        (("--family", "isometry", "--no-head-noise"), ["sgd"], "by sgd; by adam with --family signed"),
+        (("--no-head-noise",), [], "none, one gradient a round; by sgd with --family isometry; by adam with"),
+        (("--family", "signed"), [], ""),
+        (("--scheme", "veil-dp"), [], ""),
+    ],
+)
+def test_inspect_says_by_what_clients_may_train_under_a_veil(
+    given: tuple[str, ...], steps: list[str], told: str
+) -> None:
+    small = ("inspect", "--model", "mlp", "-o", "width=8", *given)
+    assert json.loads(fedveil(*small, "--json").output)["local_training"] == steps
+    words = fedveil(*small).output
+    assert told in words
+    assert ("local training" in words) is bool(told)
 
 
 def test_inspect_says_where_no_stream_is_rotated() -> None:

@@ -138,7 +138,7 @@ def flipped(tags: torch.Tensor) -> torch.Tensor:
 
 
 def earlier_tags() -> torch.Tensor:
-    winners = hall(Divide, "ckks").ask.common.winners  # type: ignore[attr-defined]
+    winners = hall(Divide, "pads").ask.common.winners  # type: ignore[attr-defined]
     assert isinstance(winners, torch.Tensor)
     return winners
 
@@ -157,7 +157,7 @@ TAGS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
 
 @pytest.mark.parametrize(("forge", "why"), TAGS.values(), ids=TAGS)
 def test_forged_winners_are_refused(forge: Callable[[torch.Tensor], torch.Tensor | None], why: str) -> None:
-    one = hall(Divide, "ckks", round=1)
+    one = hall(Divide, "pads", round=1)
     winners = one.ask.common.winners  # type: ignore[attr-defined]
     assert re.search(why, one.refusal(0, sent(one, winners=forge(winners))))
     one.answer(0)

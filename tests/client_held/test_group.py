@@ -177,10 +177,15 @@ def invited(one: Hall, content: bytes, *, founder: int = 0, newcomer: int = 1) -
     return Invitation(from_bytes(seal(content, key=key, purpose=purpose)))
 
 
-def test_a_member_is_not_lured_into_a_second_group_of_its_run(hall: Hall) -> None:
+def test_a_member_that_has_answered_a_round_is_not_lured_into_a_second_group_of_its_run(hall: Hall) -> None:
+    """Before it has, its founder may have dealt everybody another key, and another founder mends that."""
     hall.go_on([hall.answer(0)])
     hall.answer(1)
     run = hall.states[1].ring().run
+    own = json.dumps(hall.states[1].membership().stored()).encode()
+    for stored in (json.dumps(Group(run, bytes(32)).stored()).encode(), own):
+        assert isinstance(hall.answer(1, Join(2), invited(hall, stored, founder=2)), Joined)
+    hall.states[1] = replace(hall.states[1], ran=run)
     for other in (Group(run, bytes(32)), Group(run, KEY, b"another opening")):
         invitation = invited(hall, json.dumps(other.stored()).encode(), founder=2)
         assert "plays two groups against each other" in hall.refusal(1, request=Join(2), private=invitation)

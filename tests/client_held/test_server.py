@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from client_held.relaying import Hall
-from federation import held_run, job, same_bits
+from federation import HeldRun, held_run, job, same_bits
 from fedveil.client_held.ciphers import Ciphertext, PaddedSum
 from fedveil.client_held.messages import Begin, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.client_held.server import DividedSum
 from fedveil.crypto import ckks
 from fedveil.engine import LocalEngine
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
@@ -56,7 +56,8 @@ def of(name: str = "ckks", **changes: Any) -> Job:
 
 @pytest.fixture
 def voting() -> Hall:
-    one = Hall(of())
+    """Votes are the same under either cipher, and keys of this one are made at once."""
+    one = Hall(of("pads"))
     one.until(Begin)
     return one
 
@@ -88,7 +89,7 @@ def test_a_vote_that_is_none_is_refused_and_counts_for_nobody(
     with pytest.raises(ProtocolError, match="a second one"):
         voting.ask.into.add(replies[0])
     voting.go_on(replies[1:])
-    clean = Hall(of())
+    clean = Hall(of("pads"))
     clean.until(Begin)
     clean.go_on([clean.answer(client) for client in range(4)])
     assert torch.equal(voting.ask.common.winners, clean.ask.common.winners)  # type: ignore[attr-defined]
@@ -318,6 +319,46 @@ def test_if_nobody_has_the_present_model_any_more_the_run_stops() -> None:
     run = held_run(one, absent=lambda request, client: isinstance(request, Lend))
     assert len(run.rounds) < 6
     assert run.stops == ["no client that answers holds the present model any more"]
+
+
+def misread(one: Job, *, by: set[int], until: int) -> tuple[list[Any], HeldRun]:
+    """A run in which, up to this round, `by` say that they cannot read the first sums, and all others are away; gives
+    what the server asked from the second round on."""
+    asks: list[Any] = []
+
+    class Misreading(LocalEngine):
+        def gather(self, ask: Ask) -> Gathered:
+            request = ask.common
+            if isinstance(request, Begin) and request.round:
+                asks.append(request)
+            given_up = any(begin.version == 0 for begin in asks)
+            round = (asks[-1].round if asks else 0) + isinstance(request, Lend)
+            if isinstance(request, (Begin, Lend)) and request.version == 1 and round < until and not given_up:
+                said = {client: Refusal(Code.UNREADABLE, "no") for client in ask.to if client in by}
+                return Gathered((), said, tuple(client for client in ask.to if client not in by), 0, 0)
+            return super().gather(ask)
+
+    return asks, held_run(one, engine=Misreading)
+
+
+def test_one_client_takes_no_sums_back_while_those_that_they_are_made_of_are_away() -> None:
+    """Its cohort has nobody else who could read them, and whoever could lend the model does not answer."""
+    one = of(clients=8, cohort=4, rounds=5)
+    first, second = (set(one.cohort.draw(round)) for round in (0, 1))
+    (liar,) = first & second
+    asks, run = misread(one, by={liar}, until=2)
+    assert [bool(done.failed) for done in run.rounds[:2]] == [False, True]
+    assert [begin.version for begin in asks[:2]] == [1, 1]
+    assert not any(done.failed for done in run.rounds[2:])
+
+
+def test_sums_that_most_of_their_contributors_cannot_read_are_taken_back_over_several_rounds() -> None:
+    one = of(clients=8, cohort=4, rounds=6)
+    asks, run = misread(one, by=set(one.cohort.draw(0)), until=6)
+    versions = [begin.version for begin in asks]
+    assert versions[0] == 1
+    assert 0 in versions
+    assert not any(done.failed for done in run.rounds if done.round > asks[versions.index(0)].round)
 
 
 def test_loans_and_farewells_of_another_version_are_refused() -> None:

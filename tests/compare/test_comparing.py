@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedveil.compare import CellEvent, CellProgress, Comparison, compare
+from fedveil.compare.grid import COST
 from fedveil.compare.plan import planned, results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
@@ -38,7 +39,7 @@ def test_every_cell_is_the_run_folder_of_an_ordinary_run(done: Comparison, tmp_p
     config = RunConfig(scheme="nadp", seed=2, epsilon=3.0, **SMALL)
     alone = session.run(config, tmp_path / "run", quiet=True)
     folder = done.out / "nadp" / "seed-2"
-    assert {one.name for one in folder.iterdir()} == {one.name for one in (tmp_path / "run").iterdir()}
+    assert {one.name for one in folder.iterdir()} == {COST, *(one.name for one in (tmp_path / "run").iterdir())}
     assert (folder / "config.toml").read_text() == (tmp_path / "run" / "config.toml").read_text()
     found = json.loads((folder / "summary.json").read_text())
     unlike = {"seconds"}

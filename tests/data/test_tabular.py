@@ -136,7 +136,7 @@ def test_several_unnamed_tables_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_target_the_columns_are_listed(parts: Path) -> None:
-    with pytest.raises(ConfigError, match=r"target=.*size, colour, y"):
+    with pytest.raises(ConfigError, match=r"--target.*size, colour, y"):
         load(parts)
 
 
@@ -156,6 +156,12 @@ def test_one_column_cannot_play_two_roles(parts: Path) -> None:
 def test_a_missing_target_is_refused_by_row(tmp_path: Path, gap: str) -> None:
     path = write(tmp_path / "toy.csv", "a,y", ["1,0", "2,1", f"3,{gap}", "4,0"])
     with pytest.raises(DataError, match=r"toy\.csv, row 3 \(line 4\): the target 'y' is missing"):
+        load(path, target="y")
+
+
+def test_further_missing_targets_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "toy.csv", "a,y", ["1,0", "2,", "3,1", "4,NA", "5,?"])
+    with pytest.raises(DataError, match=r"row 2 \(line 3\): .* So it is in 2 more of 5 rows\."):
         load(path, target="y")
 
 

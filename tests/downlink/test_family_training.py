@@ -20,6 +20,7 @@ OPTIMISERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda values: torch.optim.SGD(values, lr=0.05),
     "momentum": lambda values: torch.optim.SGD(values, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda values: torch.optim.Adam(values, lr=1e-3),
+    "adamw": lambda values: torch.optim.AdamW(values, lr=1e-3, weight_decay=1e-2),
 }
 
 
@@ -133,6 +134,18 @@ def stepped(client: Client, start: Tensor, optimiser: str, steps: int = 5) -> Te
         parameters.grad = client.gradient(parameters, *client.batch(step))
         taken.step()
     return parameters - start
+
+
+@pytest.mark.parametrize("name", ["gelu", "mobile", "vit", "decoder", "lstm"])
+def test_thirty_rounds_of_clients_own_adam_under_orders_and_signs_are_plain_training(name: str) -> None:
+    client = Client(name, "signed")
+    plain = veiled = client.weights.parameters
+    for round in range(30):
+        plain = plain + stepped(client, plain, "adamw", 3)
+        sent, read = client.veil(veiled, 100 + round, "signed")
+        veiled = veiled + read(stepped(client, sent, "adamw", 3))
+    assert relative(veiled, plain) < 1e-9
+    assert relative(plain, client.weights.parameters) > 1e-3  # it went somewhere
 
 
 @pytest.mark.parametrize("name", ["vit", "decoder", "lstm"])

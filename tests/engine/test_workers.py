@@ -27,10 +27,17 @@ from fedveil.work.messages import ManyAtOnce
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux alone")
 
-PICTURES = {"model": "cnn", "reshape": (1, 8, 8)}
+PICTURES = {"model": "cnn", "options": {"width": 4}, "reshape": (1, 8, 8)}
 CASES: dict[str, dict[str, Any]] = {
     "local epochs": {"scheme": "fedavg", "local_epochs": 2, "batch_size": 16, "client_momentum": 0.5, **PICTURES},
     "local epochs in groups": {"scheme": "fedavg", "local_epochs": 2, "batch_size": 8, "clients": 40},
+    "adam of clients": {
+        "scheme": "fedavg",
+        "local_epochs": 2,
+        "batch_size": 16,
+        "client_optimiser": "adam",
+        **PICTURES,
+    },
     "head noise": {"scheme": "lossless", "vectorise": False},
     "in groups, some of one client": {"scheme": "lossless", "how": "size", "ratio": 3.0, "clients": 7},
     "batch norm": {"scheme": "fedavg", "vectorise": False, "options": {"depth": 2, "width": 16, "norm": "batch"}},
@@ -86,7 +93,7 @@ SLOW = {"sampled in secret"}
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_any_number_of_workers_gives_the_same_model_bit_for_bit(case: str, computed: list[int]) -> None:
-    settings = {"rounds": 2, "dtype": "float32", **CASES[case]}
+    settings = {"rounds": 2, "dtype": "float32", "evaluate_every": 0, **CASES[case]}
     alone = done(job(**settings, workers=1))
     assert computed
     computed.clear()

@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from audit.in_process import without_processes
 from docs.pages import DOCS, ROOT, typed
 from shell import Done, script
+
+
+@pytest.fixture(autouse=True)
+def _audits_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
 
 
 def example(name: str, *arguments: str | Path, folder: Path) -> Done:

@@ -103,12 +103,14 @@ def context_of(**run_config: Any) -> Context:
     return Context(run_id=RUN, node_id=1, node_config={}, state=RecordDict(), run_config=named)
 
 
-def make_homes(folder: Path, clients: int) -> list[Path]:
-    """A home for every client, with nothing in it but its number and that it takes part in simulations."""
+def make_homes(folder: Path, clients: int, *, authority: bool = False) -> list[Path]:
+    """A home for every client, with nothing in it but its number and that it takes part in simulations; and, where
+    there is one, for a key authority."""
     homes = []
-    for number in range(clients):
+    for number in range(clients + authority):
         home = folder / f"client-{number}"
         home.mkdir(parents=True)
-        (home / "client.toml").write_text(f"client = {number}\nsimulation = true\n")
+        role = "authority = true\n" if number == clients else ""
+        (home / "client.toml").write_text(f"client = {number}\nsimulation = true\n{role}")
         homes.append(home)
     return homes

@@ -19,6 +19,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Strategy
 from safetensors.numpy import load_file
 
+from fedveil.client_held import group
+from fedveil.client_held.group import Founded
 from fedveil.client_held.messages import Divide, Finish
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.flower import Protected, protect
@@ -33,18 +35,22 @@ from fedveil.runs.folder import RunFolder, read_ledger
 from fedveil.schemes.on_updates import VALUE_RANGE
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.grid import FixedPoint
+from fedveil.uplink.unmasking import packed, unpacked
 from flower_apps import (
     SIZES,
     AppGrid,
+    MeddlingGrid,
     app_of,
     assert_alike,
     everything_in,
+    given_otherwise,
     kind_of,
     lost_where,
     numbers,
     plain_run,
     request_in,
     start_arrays,
+    told_otherwise,
     trained,
 )
 
@@ -138,19 +144,19 @@ def test_clients_take_the_step_that_flowers_strategy_would(make: Callable[[], St
     out, kills = tmp_path / "run", [1]
 
     def twist(message: Message, reply: Message) -> list[Message]:
-        if kind_of(message) == ("Begin", 3) and kills:
+        if kind_of(message) == ("Begin", 2) and kills:
             kills.pop()
             raise _KilledError
         return [reply]
 
     with pytest.raises(_KilledError):
-        padded(make(), out=out).start(grid_of(tmp_path, twist=twist), start_arrays(), 4)
+        padded(make(), out=out).start(grid_of(tmp_path, twist=twist), start_arrays(), 3)
     (tmp_path / "node-1").rename(tmp_path / "lost")
-    grid = grid_of(tmp_path, twist=lost_where(("Unmask", 6, 2)))
-    result = padded(make(), out=out, resume=True).start(grid, start_arrays(), 4)
-    assert set(result.train_metrics_clientapp) == {3, 4}
+    grid = grid_of(tmp_path, twist=lost_where(("Unmask", 4, 2)))
+    result = padded(make(), out=out, resume=True).start(grid, start_arrays(), 3)
+    assert set(result.train_metrics_clientapp) == {2, 3}
     assert {"Lend", "Finish"} <= {kind_of(message)[0] for message, _ in grid.crossed}
-    assert_stepped(tmp_path, plain_run(make(), 4).arrays)
+    assert_stepped(tmp_path, plain_run(make(), 3).arrays)
 
 
 _STEPPING = (FedAdam(), FedAdagrad(), FedYogi(), FedAvgM(server_learning_rate=0.7, server_momentum=0.9))
@@ -193,7 +199,7 @@ def test_clients_who_are_told_different_steps_share_nothing_and_a_run_keeps_its_
         changed = ConfigRecord({**header, "setup": other.to_text()})
         return Message(RecordDict({**message.content, HEADER: changed}), metadata=message.metadata)
 
-    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    grid = MeddlingGrid(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
     padded(FedAdam(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
     told = {code for (message, _), code in zip(grid.crossed, codes_in(grid), strict=True) if _to(message) == 101}
     assert told == {"protocol"}  # the run's name does not say what this client was told
@@ -336,17 +342,6 @@ def _changed(message: Message, request: Any) -> Message:
     return Message(RecordDict({**message.content, PARTS: parts}), metadata=message.metadata)
 
 
-class _Meddling(AppGrid):
-    """A server that changes what one client is sent; `meddle` is told the message."""
-
-    def __init__(self, *own: Any, meddle: Callable[[AppGrid, Message], Message], **more: Any) -> None:
-        super().__init__(*own, **more)
-        self._meddle = meddle
-
-    def answered(self, message: Message, node: int) -> list[Message]:
-        return super().answered(self._meddle(self, message) if node == 101 else message, node)
-
-
 def test_changed_sums_are_refused_three_times_and_then_the_client_leaves() -> None:
     said: list[str] = []
 
@@ -360,20 +355,115 @@ def test_changed_sums_are_refused_three_times_and_then_the_client_leaves() -> No
             said.extend(codes_in(grid)[done:])
         return message
 
-    padded().start(_Meddling(app_of([protect()]), meddle=meddle), start_arrays(), num_rounds=2)
+    padded().start(MeddlingGrid(app_of([protect()]), meddle=meddle), start_arrays(), num_rounds=2)
     assert said == ["unreadable"] * 3 + ["ended"]
+
+
+def _spoilt(reply: Message, spoil: Callable[[Any], Any]) -> Message:
+    content = encode(spoil(decode(out_of_array(reply.content.array_records[PARTS]["reply"]))))
+    records = {**reply.content, HEADER: ConfigRecord({"code": ""}), PARTS: ArrayRecord({"reply": in_array(content)})}
+    return Message(RecordDict(records), metadata=reply.metadata)
+
+
+def _shifted(divided: Any, *places: int) -> Any:
+    payload = divided.hidden.payload.clone()
+    payload[list(places)] += 1 << 62
+    return replace(divided, hidden=replace(divided.hidden, payload=payload))
+
+
+def _unopenable(divided: Any) -> Any:
+    return replace(divided, hidden=replace(divided.hidden, bundles=divided.hidden.bundles ^ 1))
+
+
+class _BadClient:
+    """Client 1 sends what `spoil` makes of its upload in round 2; with `bluffs`, it answers as if it could read it."""
+
+    def __init__(self, spoil: Callable[[Any], Any], *, bluffs: bool = False) -> None:
+        self._spoil, self._bluffs, self._last = spoil, bluffs, None
+
+    def __call__(self, message: Message, reply: Message) -> list[Message]:
+        kind, number = kind_of(message)
+        if message.metadata.dst_node_id != 101 or kind != "Begin":
+            return [reply]
+        if number == 2:
+            self._last = reply
+            return [_spoilt(reply, self._spoil)]
+        if self._bluffs and reply.content.config_records[HEADER]["code"] == "unreadable":
+            said = _spoilt(self._last, lambda divided: replace(divided, round=number - 1))
+            said = _spoilt(said, lambda divided: replace(divided, hidden=replace(divided.hidden, round=2 * number - 1)))
+            return [Message(said.content, metadata=reply.metadata)]
+        return [reply]
+
+
+@pytest.mark.parametrize("evaluation", ["drop", "average"])
+def test_a_client_that_spoils_a_sum_and_says_it_can_read_it_is_named_and_asked_no_more(
+    evaluation: Any, tmp_path: Path
+) -> None:
+    """Its word would keep sums from being taken back that nobody else can read, until everybody has left."""
+    bad = _BadClient(lambda divided: _shifted(divided, 0), bluffs=True)
+    run = padded(FedAvg(fraction_evaluate=1.0), out=tmp_path / "run", evaluation=evaluation)
+    run.start(grid_of(tmp_path, twist=bad), start_arrays(), num_rounds=5)
+    rows = RunFolder(tmp_path / "run").metrics()
+    spoilt = ["failed" in row for row in rows]
+    if evaluation == "drop":
+        assert spoilt == [False, False, True, False, False]
+        assert "takes no further part" in rows[2]["refused"]["1"]
+        assert [row["clients"] for row in rows[3:]] == [4, 4]
+        plain = plain_run(FedAvg(), 3, without=lambda number, client: number > 1 and client == 1)
+    else:  # everybody is asked to read it before the next round, and there is nothing to bluff with
+        assert spoilt == [False] * 5
+        plain = plain_run(FedAvg(), 4)
+    for model in models_in(tmp_path)[:1] + models_in(tmp_path)[2:]:
+        assert_alike(model, plain.arrays)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        pytest.param(lambda divided: _shifted(divided, -1), False, id="a weight beyond measure"),
+        pytest.param(_unopenable, True, id="shares that nobody can open"),
+    ],
+)
+def test_what_the_server_can_see_of_a_spoilt_upload_costs_that_round_and_no_clients_patience(
+    spoil: Callable[[Any], Any], named: bool, tmp_path: Path
+) -> None:
+    grid = grid_of(tmp_path, twist=_BadClient(spoil))
+    padded(out=tmp_path / "run").start(grid, start_arrays(), num_rounds=4)
+    rows = RunFolder(tmp_path / "run").metrics()
+    assert ["failed" in row for row in rows] == [False, True, False, False]
+    assert {client for row in rows for client in row.get("refused", {})} == ({"1"} if named else set())
+    assert "unreadable" not in codes_in(grid)
+    plain = plain_run(FedAvg(), 3, without=lambda number, client: named and number > 1 and client == 1)
+    for model in models_in(tmp_path)[:1] + models_in(tmp_path)[2:]:
+        assert_alike(model, plain.arrays)
+
+
+def test_a_founder_who_deals_everybody_another_key_does_not_end_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    real = group.found
+
+    def found(state: Any, request: Any, **how: Any) -> Any:
+        if state.client or state.group is not None:
+            return real(state, request, **how)
+        dealt = {}
+        for newcomer in request.newcomers.tolist():
+            one = replace(request, newcomers=torch.tensor([newcomer], dtype=torch.int64))
+            founded, reply = real(state, one, **how)
+            dealt |= unpacked(reply.receivers, reply.lengths, reply.bundles)
+        return founded, Founded(0, reply.public, reply.fingerprint, *packed(dealt))
+
+    monkeypatch.setattr("fedveil.client_held.client.found", found)
+    padded(out=tmp_path / "run").start(grid_of(tmp_path), start_arrays(), num_rounds=2)
+    assert [row["clients"] for row in RunFolder(tmp_path / "run").metrics()] == [5, 5]
+    assert_everybody_has(plain_run(FedAvg(), 2).arrays, tmp_path)
 
 
 def test_clients_who_are_sent_different_first_models_have_no_sum(tmp_path: Path) -> None:
     """A server that could begin with one model for one client, and another for the rest, would read it off the sum."""
 
     def meddle(grid: AppGrid, message: Message) -> Message:
-        if kind_of(message) != ("Begin", 1):
-            return message
-        other = {name: Array(np.asarray(array.numpy() + 1)) for name, array in message.content["arrays"].items()}
-        return Message(RecordDict({**message.content, "arrays": ArrayRecord(other)}), metadata=message.metadata)
+        return given_otherwise(message) if kind_of(message) == ("Begin", 1) else message
 
-    grid = _Meddling(app_of([protect()]), meddle=meddle)
+    grid = MeddlingGrid(app_of([protect()]), meddle=meddle)
     result = padded(out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
     assert not result.train_metrics_clientapp
     assert "failed" in RunFolder(tmp_path / "run").metrics()[0]
@@ -733,7 +823,7 @@ def test_clients_who_are_told_different_outcomes_of_a_vote_have_no_sum(
         told = kind_of(message) == ("Divide", 1)
         return _changed(message, forged(grid, request_in(message))) if told else message
 
-    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    grid = MeddlingGrid(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
     divided(vote=vote, out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
     assert set(codes_in(grid)) == {""}  # each of them could follow what it was told
     assert "mask cannot be taken off" in RunFolder(tmp_path / "run").metrics()[0]["failed"]
@@ -766,7 +856,7 @@ def test_a_vote_is_followed_by_one_upload_whatever_is_asked_in_between(tmp_path:
         return message
 
     folder = {"node_config": lambda number: {"fedveil-state": str(tmp_path / f"node-{number}")}}
-    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle, **folder)
+    grid = MeddlingGrid(app_of([protect(models=tmp_path / "models")]), meddle=meddle, **folder)
     strategy = divided(FedAvg(fraction_evaluate=1.0), evaluation="average")
     strategy.start(grid, start_arrays(), num_rounds=3)
     # What changes nothing is answered: which version it holds, as often as that is asked.
@@ -790,12 +880,9 @@ def test_clients_who_are_told_to_train_otherwise_than_the_rest_have_no_sum(
     """Had all but one been told to do nothing, whoever reads the sum would read that one's update."""
 
     def meddle(grid: AppGrid, message: Message) -> Message:
-        if kind_of(message) != ("Begin", 1):
-            return message
-        told = ConfigRecord({**message.content["config"], "lr": 0.0})
-        return Message(RecordDict({**message.content, "config": told}), metadata=message.metadata)
+        return told_otherwise(message, lr=0.0) if kind_of(message) == ("Begin", 1) else message
 
-    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    grid = MeddlingGrid(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
     run = padded if settings.get("scheme") == "pads" else divided
     run(out=tmp_path / "run", **settings).start(grid, start_arrays(), num_rounds=1)
     assert "failed" in RunFolder(tmp_path / "run").metrics()[0]
@@ -805,12 +892,9 @@ def test_clients_who_are_told_to_train_otherwise_than_the_rest_have_no_sum(
 
 def test_clients_who_are_sent_different_first_models_elect_nothing(tmp_path: Path) -> None:
     def meddle(grid: AppGrid, message: Message) -> Message:
-        if kind_of(message) != ("Begin", 1):
-            return message
-        other = {name: Array(np.asarray(array.numpy() + 1)) for name, array in message.content["arrays"].items()}
-        return Message(RecordDict({**message.content, "arrays": ArrayRecord(other)}), metadata=message.metadata)
+        return given_otherwise(message) if kind_of(message) == ("Begin", 1) else message
 
-    grid = _Meddling(app_of([protect()]), meddle=meddle)
+    grid = MeddlingGrid(app_of([protect()]), meddle=meddle)
     divided(out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
     assert "failed" in RunFolder(tmp_path / "run").metrics()[0]
     assert not [reply for reply in _uploads(grid) if type(reply).__name__ == "Divided"]

@@ -33,7 +33,7 @@ from pairs import chosen, crossed
 COMMON: dict[str, Any] = {
     "dataset": "digits",
     "model": "mlp",
-    "model_options": {"depth": 2, "width": 16},
+    "model_options": {"depth": 2, "width": 8},
     "clients": 3,
     "rounds": 2,
     "seed": 1,
@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ckks-fedavg": {"cipher": "pads"},
     "serial": {"cipher": "pads", "clip": 0.01},
     "dp-fedavg": {"clip": 0.01},
+    "hybridalpha": {"model_options": {"depth": 2, "width": 2}},
     **{scheme: {"head_groups": FEW_GROUPS} for scheme in HEADED},
 }
 
@@ -71,6 +72,7 @@ def model_of(out: Path, homes: list[Path]) -> dict[str, torch.Tensor]:
     return kept[0]
 
 
+AUTHORISED = ("hybridalpha",)
 ALIKE = ("pbpfl", "cdp", "ldp", "mpdp-naive", "mp-cdp")
 """Made of the parts of others here; that they run is seen where an error's text is looked for under every scheme."""
 
@@ -78,7 +80,7 @@ ALIKE = ("pbpfl", "cdp", "ldp", "mpdp-naive", "mp-cdp")
 @pytest.mark.parametrize("scheme", chosen({one.name: one.name for one in schemes.schemes()}, slow=ALIKE))
 def test_every_scheme_gives_the_same_model_as_the_local_engine(scheme: str, tmp_path: Path) -> None:
     settings = {**COMMON, "scheme": scheme, **OPTIONS.get(scheme, {})}
-    homes = make_homes(tmp_path / "homes", 3)
+    homes = make_homes(tmp_path / "homes", 3, authority=scheme in AUTHORISED)
     on_flower = run_on_grid(InProcessGrid(homes), tmp_path / "flower", **settings)
     local = session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
     expected, found = load_file(tmp_path / "local" / "model.safetensors"), model_of(tmp_path / "flower", homes)
@@ -94,6 +96,14 @@ def test_every_scheme_gives_the_same_model_as_the_local_engine(scheme: str, tmp_
 RECIPES: dict[str, dict[str, Any]] = {
     "a step by the server": {"scheme": "lossless", "optimiser": "yogi", "lr": 0.02, "augment": "crop:2,flip"},
     "local training": {"scheme": "fedavg", "local_steps": 3, "client_lr": 0.05, "client_momentum": 0.9, "lr": 0.5},
+    "adam of clients under a veil": {
+        "scheme": "veil-secagg",
+        "head_noise": False,
+        "local_steps": 3,
+        "client_lr": 0.005,
+        "client_optimiser": "adam",
+        "lr": 0.5,
+    },
     "the model with clients": {
         "scheme": "ckks-fedavg",
         "cipher": "pads",
@@ -131,8 +141,9 @@ def test_clients_judge_by_what_they_hold_back_as_with_the_local_engine(tmp_path:
         assert there["client_test_loss"] == pytest.approx(here["client_test_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("asked", [{"cohort": 5}, {"sampling_rate": 0.6}], ids=["fixed", "sampled"])
 def test_shuffled_cohorts_of_a_real_run_are_the_same_as_with_the_local_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No simulation; what would differ from run to run, secrets and beacons, is held fixed."""
     fixed = SeededSecrets(5)
@@ -143,7 +154,7 @@ def test_shuffled_cohorts_of_a_real_run_are_the_same_as_with_the_local_engine(
             monkeypatch.setattr(module, "beacon", lambda directory, told: bytes([fill]) * 32)
 
     beacons(1)
-    settings = {**COMMON, "scheme": "veil-secagg", "clients": 7, "cohort": 5, "rounds": 4, "secrets": "os"}
+    settings = {**COMMON, "scheme": "veil-secagg", "clients": 7, "rounds": 4, "secrets": "os", **asked}
     homes = make_homes(tmp_path / "homes", 7)
     run_on_grid(InProcessGrid(homes), tmp_path / "flower", **settings)
     session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
@@ -190,6 +201,7 @@ def test_parts_that_are_too_long_for_a_value_travel_in_arrays_and_nothing_else_c
 ) -> None:
     """A limit between the two: keys as values, models and uploads in arrays."""
     settings = {"scheme": "veil-secagg", "secrets": "seeded", "head_groups": FEW_GROUPS}
+    settings["model_options"] = {"depth": 2, "width": 16}
     models, kinds = [], []
     for name, limit in (("values", client_app.ONE_PIECE), ("both", 4000)):
         monkeypatch.setattr(client_app, "ONE_PIECE", limit)

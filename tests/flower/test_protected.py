@@ -30,14 +30,18 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from flower_apps import (
     SIZES,
     AppGrid,
+    MeddlingGrid,
     app_of,
     assert_alike,
     everything_in,
+    given_otherwise,
+    greedy_reader,
     kind_of,
     lost_where,
     numbers,
     plain_run,
     start_arrays,
+    told_otherwise,
     trained,
 )
 
@@ -275,6 +279,94 @@ def test_a_round_is_answered_once_whatever_the_server_says_about_it() -> None:
         grid.push_messages([Message(content, metadata=message.metadata)])
     codes = {reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed[before:]}
     assert codes == {"protocol"}
+
+
+_OTHERS = (0, 2, 3, 4)
+
+
+def _other_config(grid: AppGrid, message: Message) -> Message:
+    return told_otherwise(message, lr=0.0) if kind_of(message)[0] == "Train" else message
+
+
+def _unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedveil.flower.mod.told_with", lambda *told: b"")
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "were masks not bound"])
+@pytest.mark.parametrize("unmask", ["always", "on-dropout"])
+@pytest.mark.parametrize("scheme", ["secagg", "dp-secagg"])
+def test_a_server_that_has_all_but_one_learn_nothing_reads_nothing_of_that_one(
+    scheme: str, unmask: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its 16 numbers none; all of them, were masks not bound to what clients are told to do.
+
+    Noise of dp-secagg stays on what is read: there a number counts as read within ten deviations. Uniform words come
+    that near by chance in fewer than one of 2²⁰ cases.
+    """
+    if not bound:
+        _unbound(monkeypatch)
+    read = greedy_reader(monkeypatch)
+    consent = {"unmask": ["on-dropout"]} if unmask != "always" else {}
+    grid = MeddlingGrid(app_of([protect(require=consent)]), meddle=_other_config, of=_OTHERS)
+    noise = {} if scheme == "secagg" else {"epsilon": 8.0, "clip": 50.0}
+    strategy = protected(FedAvg(), scheme=scheme, unmask=unmask, metrics="drop", **noise)
+    strategy.start(grid, start_arrays(), num_rounds=1)
+    start = {name: array.numpy() for name, array in start_arrays().items()}
+    moved, figures = trained(start, 1)
+    true = np.concatenate([np.asarray(moved[name] - start[name], dtype=np.float64).reshape(-1) for name in start])
+    near = 1e-3
+    if noise:
+        assert strategy._run is not None
+        layout = strategy._run.train.course.journal.first
+        assert layout is not None
+        near = 10 * math.sqrt(float(layout.residual.sum()))
+    else:
+        true *= figures["num-examples"]
+    (seen,) = read
+    assert int((np.abs(seen[:16] - true) < near).sum()) == (0 if bound else 16)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "were masks not bound"])
+@pytest.mark.parametrize("scheme", ["secagg", "pads", "paraaegis"])
+def test_a_server_that_has_all_but_one_evaluate_nothing_reads_no_figure_of_that_one(
+    scheme: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an evaluation releases is the sum of figures times the number of examples, under masks of its own."""
+    if not bound:
+        _unbound(monkeypatch)
+    read, said = greedy_reader(monkeypatch), dict[int, float]()
+
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        return _other_config(grid, message) if message.metadata.message_type == "evaluate" else message
+
+    def listening(message: Message, context: Any, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type == "evaluate":
+            said[int(context.node_config["partition-id"])] = reply.content["metrics"]["eval_loss"]
+        return reply
+
+    grid = MeddlingGrid(app_of([protect(), listening]), meddle=meddle, of=_OTHERS)
+    settings = {"epsilon": 8.0, "share": 0.3} if scheme == "paraaegis" else {}
+    strategy = protected(FedAvg(), scheme=scheme, evaluation="average", **settings)
+    strategy.start(grid, start_arrays(), num_rounds=1)
+    assert [said[client] for client in _OTHERS] == [0.0] * 4
+    assert said[1] > 1
+    assert (abs(float(read[-1][0]) - SIZES[1] * said[1]) < 1e-3) == (not bound)
+
+
+@pytest.mark.parametrize("what", ["its model", "the run's configuration"])
+def test_clients_who_are_given_something_else_than_the_rest_have_no_sum(what: str, tmp_path: Path) -> None:
+    """Of the run's configuration a SuperLink tells every node by itself."""
+
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        return given_otherwise(message) if (what, kind_of(message)[0]) == ("its model", "Train") else message
+
+    def run_config(number: int) -> dict[str, Any]:
+        return {"epochs": 1 + (what != "its model" and number == 1)}
+
+    grid = MeddlingGrid(app_of([protect()]), meddle=meddle, run_config=run_config)
+    protected(FedAvg(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    assert "own mask cannot be taken off" in RunFolder(tmp_path / "run").metrics()[0]["failed"]
 
 
 @pytest.mark.parametrize(

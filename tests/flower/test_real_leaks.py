@@ -30,6 +30,7 @@ from flower_runs import COMMON, Run, events, made_app, ordered_worker, rows
 PLANTED = "PLANTED-4711"
 VALUE = float(np.float32(0.7310586))
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "hybridalpha": {"model_options": {"depth": 2, "width": 2}},
     "paraaegis": {"cipher": "pads", "share": 0.1, "clip": 0.01},
     "ckks-fedavg": {"cipher": "pads"},
     "serial": {"cipher": "pads", "clip": 0.01},
@@ -200,12 +201,13 @@ def test_the_text_of_an_error_leaves_no_client_under_any_scheme(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one process, with the real desks and messages."""
-    homes = make_homes(tmp_path / "homes", 4)
+    homes = make_homes(tmp_path / "homes", 4, authority=scheme == "hybridalpha")
     (homes[1] / "data.py").write_text(_TROUBLE["a loader that fails"])
     (homes[1] / "client.toml").write_text('client = 1\nsimulation = true\ndata = "data.py"\n')
     answers: list[Any] = []
     grid = InProcessGrid(homes, twist=lambda reply: answers.append(reply) or [reply])
-    settings = {**COMMON, "scheme": scheme, "clients": 4, "rounds": 1, **_OPTIONS.get(scheme, {})}
+    small = {"model_options": {"depth": 2, "width": 4}, "clients": 4, "rounds": 1}
+    settings = {**COMMON, **small, "scheme": scheme, **_OPTIONS.get(scheme, {})}
     serve(grid, context_of(out=str(tmp_path / "run"), deadline=0.3, **settings))
     assert [row["clients"] for row in rows(tmp_path / "run")] == [3]
     assert len(events(tmp_path / "run", "turned away")) >= 1

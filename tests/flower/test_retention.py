@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -14,13 +15,16 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Message
+from flwr.serverapp.strategy import FedAvg
 
-from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError
-from fedveil.flower import messages
+from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, ProtocolError
+from fedveil.flower import Protected, messages, protect
 from fedveil.flower.client_memory import DamagedError, Memory
 from fedveil.flower.home import Home
 from fedveil.flower.server_app import serve
+from fedveil.ledger.policy import Policy
 from flower.in_process import InProcessGrid, context_of, make_homes
+from flower_apps import AppGrid, app_of, start_arrays
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
@@ -132,6 +136,58 @@ def test_a_servers_finished_runs_lose_their_checkpoints_and_nothing_else(scheme:
     if scheme == "ckks-fedavg":  # a server that no longer knows how far clients came does not begin again in silence
         with pytest.raises(CheckpointError, match="cannot go on"):
             serve(Anew(homes), context_of(out=str(old), **{**settings, "rounds": 2, "resume": True}))
+
+
+def app_run(folder: Path, name: str, *, keep_days: float = 30.0, resume: bool = False, **settings: Any) -> AppGrid:
+    """A protected app's run of one round, or one more, whose nodes remember in `folder`."""
+    own = {"node_config": lambda number: {"fedveil-state": str(folder / f"node-{number}")}}
+    policy = Policy(max_epsilon=9.0) if "epsilon" in settings else None
+    grid = AppGrid(app_of([protect(keep_days=keep_days, policy=policy)]), **own)
+    settings = {"deadline": 0.3, "out": folder / "runs" / name, "resume": resume, "keep_days": 30.0, **settings}
+    Protected(FedAvg(), **settings).start(grid, start_arrays(), num_rounds=2 if resume else 1)
+    return grid
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scheme": "pads"}, {"scheme": "dp-fedavg", "epsilon": 1.0}], ids=lambda own: own["scheme"]
+)
+def test_runs_of_protected_apps_are_pruned_on_both_sides_and_what_was_spent_is_not(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    app_run(tmp_path, "first", **settings)
+    state = tmp_path / "node-1" / "state"
+    phases = {"train", "evaluate"} if settings["scheme"] == "pads" else {"train"}
+    first = Memory(state).runs().keys()
+    assert {name.partition(".")[2] for name in first} == phases
+    before = Memory(state).spent()
+    assert (before > 0) == ("epsilon" in settings)
+    for number in range(5):
+        aged(tmp_path / f"node-{number}" / "state", days=31)
+    aged(tmp_path / "runs" / "first", days=31)
+    app_run(tmp_path, "second", **settings)
+    assert not Memory(state).runs().keys() & first
+    assert not [file for name in first for file in state.glob(f"{name}*")]
+    assert Memory(state).spent() == pytest.approx(2 * before)
+    # A server that holds the model keeps it; one that does not has nothing but sums that nobody can add to any more.
+    assert (tmp_path / "runs" / "first" / "app.state").exists() == (settings["scheme"] != "pads")
+    if settings["scheme"] == "pads":
+        with pytest.raises(CheckpointError, match="cannot go on"):
+            app_run(tmp_path, "first", resume=True, **settings)
+    else:
+        with pytest.raises(ProtocolError, match="cannot start again"):
+            app_run(tmp_path, "first", resume=True, **settings)
+    assert not Memory(state).runs().keys() & first  # nor is the old run taken up again as if it were new
+
+
+def test_a_protected_app_keeps_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    app_run(tmp_path, "first", scheme="pads")
+    for number in range(5):
+        aged(tmp_path / f"node-{number}" / "state", days=31)
+    app_run(tmp_path, "first", scheme="pads", resume=True)  # of itself nothing is too old
+    with pytest.raises(ConfigError, match="keep_days"):
+        protect(keep_days=0.0)
+    with pytest.raises(ConfigError, match="keep_days"):
+        Protected(FedAvg(), keep_days=math.inf)
 
 
 @pytest.mark.parametrize("setting", ["keep_days = 0", "keep_days = inf", "max_runs = 0", 'keep_days = "long"'])

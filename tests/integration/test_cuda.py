@@ -97,6 +97,7 @@ def test_a_run_on_the_gpu_ends_in_the_model_of_a_run_on_the_cpu(tmp_path: Path, 
     [
         {"scheme": "lossless", "optimiser": "adam", "lr": 0.01, "augment": "crop:2,flip,cutout:3"},
         {"scheme": "fedavg", "local_steps": 3, "client_lr": 0.05, "client_momentum": 0.9, "client_weight_decay": 1e-3},
+        {"scheme": "fedavg", "local_steps": 3, "client_optimiser": "adam", "client_weight_decay": 1e-3, "lr": 0.01},
         {"scheme": "fedavg", "local_steps": 3, "augment": "crop:2,flip", "warm_up": 0.5, "lr": 0.05},
     ],
 )

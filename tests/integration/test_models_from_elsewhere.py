@@ -19,6 +19,7 @@ from fedveil.models import Adapted, build
 from fedveil.own_code import OwnCode
 from fedveil.work import Batches, ClientData, CrossEntropy
 from fedveil.work.clipping import ClippedSamples
+from pairs import crossed
 from shell import fedveil as command
 from work.test_clipping import by_hand as by_hand_clipped
 from work.test_clipping import opened, typical, workbench
@@ -117,8 +118,7 @@ def by_hand(net: nn.Module, clients: list[dict[str, Tensor]], rounds: int, rate:
     return dict(net.named_parameters())
 
 
-@pytest.mark.parametrize("scheme", ["fedavg", "lossless", "veil-secagg"])
-@pytest.mark.parametrize("name", [*TEXT, "vit"])
+@pytest.mark.parametrize(("name", "scheme"), crossed([*TEXT, "vit"], ["fedavg", "lossless", "veil-secagg"]))
 def test_a_network_with_named_inputs_ends_where_gradient_descent_does(name: str, scheme: str) -> None:
     make, clients = (vit, pictures()) if name == "vit" else (TEXT[name], CLIENTS)
     given = {**QUICK, **SCHEMES[scheme], "batch_size": 0, "bn_eps": "public", "loss": "cross-entropy"}
@@ -133,8 +133,7 @@ def test_a_network_with_named_inputs_ends_where_gradient_descent_does(name: str,
         assert float((trained[key] - value).abs().max()) < bound
 
 
-@pytest.mark.parametrize("scheme", ["nadp", "veil-dp"])
-@pytest.mark.parametrize("name", [*TEXT, "vit"])
+@pytest.mark.parametrize(("name", "scheme"), crossed([*TEXT, "vit"], ["nadp", "veil-dp"]))
 def test_a_network_with_named_inputs_trains_under_noise(name: str, scheme: str) -> None:
     make, clients = (vit, pictures()) if name == "vit" else (TEXT[name], CLIENTS)
     result = fedveil.train(make(), clients, scheme=scheme, **{**QUICK, **SCHEMES[scheme], "rounds": 1})

@@ -100,7 +100,7 @@ def test_a_limit_on_epsilon_needs_noise_of_the_clients_own(scheme: str, file: Fi
     """cdp counts too: its noise is the server's, and a client cannot rely on it."""
     paired = {"dropouts": "tolerate"} if scheme in ("nadp", "veil-dp") else {}
     one = of(scheme, rounds=1, policy=file("max_epsilon = 50.0"), **paired)
-    if scheme in ("ldp", "nadp", "veil-dp", "dp-fedavg", "varying-dp", "serial", "tp-smc", "lwe-secagg"):
+    if scheme in ("ldp", "nadp", "veil-dp", "dp-fedavg", "varying-dp", "serial", "tp-smc", "hybridalpha", "lwe-secagg"):
         assert len(train_job(one, state=fresh_state(one)).rows) == 1
         return
     with pytest.raises(ConfigError, match=r"at most ε = 50, but under this scheme its uploads, or part of them, carry"):

@@ -94,7 +94,8 @@ def test_the_check_keeps_frozen_parts_frozen(zoo: str) -> None:
         ("needs_more", "missing a required argument: 'secret'.*Give defaults"),
         ("breaks", r"called with outputs=5, raised RuntimeError: no luck"),
         ("constant", "is 3, not a callable"),
-        ("absent", r"zoo\.py was imported but has no 'absent'"),
+        ("absent", r"zoo\.py was imported but has no 'absent'\.$"),
+        ("smal", r"has no 'smal'\. Did you mean 'small'\?"),
         ("", "not of the form package.module:factory"),
     ],
 )

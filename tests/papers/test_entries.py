@@ -48,7 +48,7 @@ def test_one_wrong_value_in_the_table_of_strengths_is_seen(
     row = nadp.TABLE3[1.0, 25]
     monkeypatch.setitem(nadp.TABLE3, (1.0, 25), (row[0] + 1e-4, *row[1:]))
     report = reproduce("nadp-table3", Options(out=strengths[0]))
-    assert report.verdict.startswith("not reproduced")
+    assert report.verdict.startswith("refuted")
     assert report.checks[0].seen == "59 of 60 agree"
 
 

@@ -142,7 +142,7 @@ def test_the_verdict_on_figures_as_expected() -> None:
     assert farther.held is True
     assert "× 3.00" in farther.seen
     rows = ENTRY.report(results, True).rows
-    assert len(rows) == 2 * 4 + 1
+    assert len(rows) == 2 * (4 + 3) + 1
     assert rows[2][-1] == "as if unprotected"
     assert rows[1][-1] == "nothing"
 
@@ -232,3 +232,67 @@ def _colours() -> Split:
     x, y = torch.randn(40, 3, 8, 8, generator=generator), torch.randint(0, 10, (40,), generator=generator)
     whole = Dataset("colours", "classification", x, y, 10)
     return Split(whole.subset(torch.arange(30)), whole.subset(torch.arange(30, 40)))
+
+
+def accuracies(**changes: float) -> dict[str, dict[int, Figures]]:
+    """Three seeds of ResNet-20 with five clients under cross-entropy, as the paper prints them."""
+    names = (FEDAVG, LOSSLESS, "ppdl", "dbcl", "spn")
+    found = dict(zip(names, lossless._T2["printed"]["resnet20"]["5"], strict=True)) | changes
+    return {
+        f"resnet20/k5/cross-entropy/{name}": {seed: {"curve": [one + 0.1 * seed - 0.2]} for seed in (1, 2, 3)}
+        for name, one in found.items()
+    }
+
+
+def test_the_papers_other_defences_stand_beside_the_method_and_are_less_accurate() -> None:
+    entry = find("lossless-table2")
+
+    def claims(results: dict[str, dict[int, Figures]]) -> dict[str, bool | None]:
+        return {one.claim: one.held for one in entry.report(results, False).checks if "more accurate" in one.claim}
+
+    start = "resnet20, 5 clients, cross-entropy: lossless is more accurate than"
+    assert claims(accuracies()) == {f"{start} {one}": True for one in ("ppdl", "dbcl", "spn")}
+    assert claims(accuracies(dbcl=93.0))[f"{start} dbcl"] is False
+    assert set(claims({}).values()) == {None}
+    rows = entry.report(accuracies(), False).rows
+    row = next(one for one in rows if one[:3] == ("resnet20", "5", "cross-entropy"))
+    assert row[-3:] == ("88.67 / 88.67", "91.53 / 91.53", "88.45 / 88.45")
+    assert len(rows) == 2 * 3 * 3 * 2, "two data sets, three networks, three numbers of clients, two losses"
+
+
+def test_a_defence_that_diverges_at_the_common_rate_has_a_part_of_it() -> None:
+    cells = {one.name: one for one in find("lossless-table2").cells(False)}
+    plain, sketched = (cells[f"resnet20/k5/cross-entropy/{one}"] for one in (FEDAVG, "dbcl"))
+    assert sketched.settings["lr"] == pytest.approx(plain.settings["lr"] / 10)
+    assert cells["resnet20/k5/cross-entropy/spn"].settings["lr"] == plain.settings["lr"]
+    assert "head_groups" not in {one.name: one for one in find("lossless-table3").cells(False)}["cifar10/spn"].settings
+
+
+def test_members_told_under_the_other_defences_stand_under_the_papers_figures() -> None:
+    told: Figures = {"accuracy": 80.0, "last received": 61.0, "last received low": 55.0, "last received high": 67.0}
+    rows = find("lossless-table3").report({"cifar10/ppdl": {1: told}}, False).rows
+    (row,) = (one for one in rows if one[:2] == ("cifar10", "ppdl: last layer"))
+    assert row[5:7] == ("61.3", "61.0 [55.0, 67.0]")
+
+
+def test_pictures_of_figure_5_are_judged_beside_fedavg() -> None:
+    entry = find("lossless-fig5")
+    (place,) = lossless._PICTURES.places(True)
+
+    def figures(psnr: float) -> Figures:
+        made: Figures = {f"{attack} psnr": [psnr, psnr + 1] for attack in place.attacks}
+        return {**made, "mean picture psnr": [11.0, 12.0], "noise": [0.0, 0.0]}
+
+    results = {place.cell(one): {1: figures(4.0)} for one in lossless._F5["schemes"]}
+    results |= {place.cell(one): {1: figures(60.0)} for one in (FEDAVG, LOSSLESS)}
+    results[REFERENCES] = {
+        1: {
+            f"{attack} {what}": value
+            for attack in place.attacks
+            for what, value in (("reference", 60.0), ("asked", 20.0))
+        }
+    }
+    assert [one.held for one in entry.report(results, True).checks] == [True, False, True]
+    results[place.cell(FEDAVG)] = {1: figures(11.5)}
+    assert [one.held for one in entry.report(results, True).checks] == [False, False, None]
+    assert len(entry.report({}, True).rows) == len(lossless._F5["schemes"])

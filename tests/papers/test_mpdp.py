@@ -10,7 +10,7 @@ from fedveil import models
 from fedveil.audit.attacks.closed_form import read_class
 from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.work.losses import make_loss
-from papers import find, mpdp
+from papers import find, mpdp, reconstruction
 from papers.attacks import REFERENCES, Scale, from_text, interval, proven
 from papers.cells import Figures
 from papers.mpdp import SCHEMES, attacks, places, sheet_rows
@@ -56,7 +56,7 @@ def run_of(scheme: str) -> Figures:
     """A scheme on an mlp, for real."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(TABLE["quick"], "clients", 3)
-        patched.setattr(mpdp, "judge_of", lambda *_, **__: (Alike(), 1.0))
+        patched.setattr(reconstruction, "judge_of", lambda *_, **__: (Alike(), 1.0))
         patched.setitem(TABLE["schemes"]["mpdp"], "neighbours", 2)
         found = {one.name: one for one in ENTRY.cells(True)}
         stage = Stage(quick=True)
@@ -99,7 +99,7 @@ def made_up(changes: dict[str, dict[str, float]] | None = None) -> dict[str, dic
         "mp-cdp": {"idlg": 60.0, "closed-form": 100.0, "phi": 100.0},
         "mpdp": {"idlg": 4.0, "closed-form": 4.0, "phi": 100.0},
         "lossless": {"idlg": 60.0, "closed-form": 100.0, "phi": 100.0},
-        "veil-secagg": {"idlg": 4.0, "closed-form": 4.0, "phi": 4.0},
+        **{one: {"idlg": 4.0, "closed-form": 4.0, "phi": 4.0} for one in ("veil-secagg", "pile", "tp-smc")},
     }
     for scheme, own in (changes or {}).items():
         psnr[scheme] |= own
@@ -108,7 +108,7 @@ def made_up(changes: dict[str, dict[str, float]] | None = None) -> dict[str, dic
         asked |= {f"{attack} reference": 60.0, f"{attack} asked": 20.0}
     results: dict[str, dict[int, Figures]] = {REFERENCES: {1: asked}}
     for place in places(True):
-        for scheme in SCHEMES:
+        for scheme in psnr:
             noise = {"mpdp": 100.0, "veil-secagg": -1.0}.get(scheme, 1e-7)
             figures: Figures = {"noise": [noise] * 4, "shape": [1.0, 2.0, 2.0], "originals": "00ff00ff"}
             values = {"mean picture": 11.0, "random picture": 6.0, **psnr[scheme]}
@@ -137,9 +137,8 @@ def test_the_verdict_on_figures_as_expected() -> None:
     assert found(results, "lossless hides nothing").held is True
     assert found(results, "veil-secagg").held is True
     rows = ENTRY.report(results, True).rows
-    assert len(rows) == 2 * len(SCHEMES) + 3
+    assert len(rows) == 2 * len(SCHEMES) - 1
     assert sum("13.56" in cell for row in rows for cell in row) == 1
-    assert [row[3] for row in rows if "not built" in row] == ["PILE", "TP-SMC", "HybridAlpha"]
     assert rows[2][7].startswith("100.0 [99.")
     assert rows[2][7].endswith("as if unprotected")
     assert rows[2][6].endswith("nothing")
@@ -171,7 +170,14 @@ def test_nothing_follows_from_attacks_that_fail_without_protection() -> None:
 def test_without_any_cell_every_claim_is_open() -> None:
     empty = ENTRY.report({}, False)
     assert all(check.held is None for check in empty.checks)
-    assert len(empty.rows) == len(SCHEMES) + 3
+    assert len(empty.rows) == len(SCHEMES)
+
+
+def test_a_scheme_that_is_not_built_shows_the_papers_figures_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpdp, "built", lambda scheme: scheme != "hybridalpha")
+    rows = [row for row in ENTRY.report(made_up(), True).rows if row[3] == "HybridAlpha"]
+    assert [row[4] for row in rows] == ["10.21, 1.53, 1.91"]
+    assert "not built" in rows[0]
 
 
 def test_intervals_hold_the_mean_and_need_two_values() -> None:
@@ -191,3 +197,28 @@ def test_the_sheet_shows_originals_and_what_became_of_them() -> None:
         "digits/lenet-sigmoid/b1/fedavg idlg",
     ]
     assert len(sheet_rows({}, True)) < 2
+
+
+def test_table_3_puts_accuracy_time_pictures_and_members_beside_the_papers() -> None:
+    entry = find("mpdp-table3")
+    results: dict[str, dict[int, Figures]] = {}
+    for label, accuracy in (("fedavg", 60.0), ("pile", 59.0), ("tp-smc", 55.0), ("mpdp", 59.5)):
+        told: Figures = {
+            "accuracy": accuracy,
+            "three received": 70.0,
+            "three received low": 65.0,
+            "three received high": 75.0,
+        }
+        results[f"ham10000/k5/members/{label}"] = {1: told}
+        results[f"ham10000/lenet-sigmoid/b1/{label}"] = {1: {"idlg psnr": [20.0, 22.0]}}
+    report = entry.report(results, False)
+    row = next(one for one in report.rows if one[:3] == ("ham10000", "5", "MP-DP"))
+    assert row[3] == "56.47 / 59.50"
+    assert row[4] == "49.28 / –"
+    assert row[5].startswith("9.81 / 21.0 [20.0, 22.0]")
+    assert row[6] == "50.18 / 70.0 [65.0, 75.0]"
+    nearest = next(one for one in report.checks if one.claim.startswith("ham10000, K = 5: of all"))
+    assert nearest.held is True
+    results["ham10000/k5/members/pile"][1]["accuracy"] = 59.9
+    assert next(one for one in entry.report(results, False).checks if one.claim == nearest.claim).held is False
+    assert {one.name.split("/")[0] for one in entry.cells(False) if not one.usual} == {"breakhis"}

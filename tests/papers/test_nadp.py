@@ -183,7 +183,7 @@ def held(results: dict[str, dict[int, Figures]]) -> dict[str, bool | None]:
 def test_the_verdict_on_figures_that_bear_the_paper_out() -> None:
     judged = ENTRY.report(made_up(), False)
     assert [one.held for one in judged.checks] == [True] * 6 + [False]
-    assert judged.verdict.startswith("partly reproduced: did not hold: LDP's printed MSE")
+    assert judged.verdict.startswith("refuted in part: did not hold: LDP's printed MSE")
     assert len(judged.rows) == 2 * (2 + 2 * 8)
     row = next(one for one in judged.rows if one[:3] == ("mnist", "5000", "LDP"))
     assert row[6].startswith("0.00333, 0.00278 / 0.003, 0.003")

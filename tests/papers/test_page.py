@@ -10,6 +10,7 @@ import pytest
 from fedveil.errors import DataError
 from papers import Check, Entry, Report, entries, find, page, stored_results
 from papers.cells import Results, Store
+from papers.report import Figure
 from papers.runner import Stored
 from shell import fedveil
 
@@ -61,36 +62,77 @@ def test_a_premise_that_holds_earns_no_verdict_and_one_that_fails_is_named() -> 
         return Report("title", ("a",), (("1",),), checks)
 
     premise, broken = Check("it works", True, premise=True), Check("it works", False, premise=True)
-    assert verdict(premise).word == "not run"
-    assert verdict(premise, Check("claim", None)).word == "not run"
-    assert verdict(premise, Check("claim", False)).word == "not reproduced"
-    assert verdict(premise, Check("claim", True)).word == "reproduced"
-    assert verdict(broken, Check("claim", True)).verdict == "partly reproduced: did not hold: it works"
+    assert verdict(premise).word == "not decidable"
+    assert verdict(premise, Check("claim", None)).word == "not decidable"
+    assert verdict(premise, Check("claim", False)).word == "refuted"
+    assert verdict(premise, Check("claim", True)).word == "holds"
+    assert verdict(broken, Check("claim", True)).verdict == "not decidable: what it stands on did not hold: it works"
+    assert verdict(broken, Check("claim", True), Check("other", False)).word == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("figures", "word"),
+    [
+        ([Figure("accuracy, %", "92.17", "91.97 ± 0.3")], "reproduced"),
+        ([Figure("accuracy, %", "93.18", "61.76")], "holds at other numbers"),
+        ([Figure("accuracy, %", "93.18", "93.0"), Figure("accuracy, %", "93.20", "61.66")], "holds at other numbers"),
+        (
+            [Figure("members told, %", "50.3", "48.4 [39.7, 57.3]"), Figure("taken off, %", "–", "95")],
+            "reproduced",
+        ),
+        ([Figure("MSE", "0.059", "0.069")], "holds at other numbers"),
+        ([Figure("MSE of two", "0.1, 0.2", "0.105, 0.21 (mean 0.4, 0.5)")], "reproduced"),
+        ([Figure("MSE of two", "0.1, 0.2", "0.105, 0.3")], "holds at other numbers"),
+        ([Figure("margin, points", "a curve without numbers", "+6.3")], "holds"),
+    ],
+)
+def test_reproduced_takes_the_printed_numbers_too(figures: list[Figure], word: str) -> None:
+    held = Report("title", ("a",), (("1",),), (Check("both end alike", True),), figures=tuple(figures))
+    assert held.word == word
+    assert all(f"printed {one.paper}" in held.verdict for one in held.missed)
+
+
+def test_two_curves_that_agree_at_another_accuracy_are_not_called_reproduced() -> None:
+    stored = {one.path.stem: one.report for one in STORED}
+    assert stored["curves"].word == "holds at other numbers"
+    assert stored["lossless-table2"].word == "reproduced"
+    for name, report in stored.items():
+        assert report.word != "reproduced" or not report.missed, name
+
+
+def test_every_paper_has_its_claim_its_verdict_and_its_command_on_the_page() -> None:
+    sections = page(DOCS / "results").split("\n## ")[1:]
+    assert len(sections) == 6
+    assert all(section.count("**The claim.**") == section.count("**Here.**") == 1 for section in sections)
+    for one in STORED:
+        (section,) = (section for section in sections if f"(results/{one.path.stem}.md)" in section)
+        assert f"`{one.command}`" in section
+        assert f"**{one.report.standing}**" in section
 
 
 def test_a_table_that_lost_precision_is_not_reproduced() -> None:
     bank = find("bank")
     results = Store(DOCS / "results" / "bank.json", entry="bank").results()
-    assert bank.report(results, False).word == "reproduced"
+    assert bank.report(results, False).word == "holds at other numbers"
     worse: Results = {
         name: {1: {"mse": float(str(one[1]["mse"])) + 6e-4 * (name == "n1/l3/pbpfl")}} for name, one in results.items()
     }
-    assert bank.report(worse, False).word == "not reproduced"
+    assert bank.report(worse, False).checks[0].held is False
 
 
 def test_curves_that_end_apart_are_not_reproduced() -> None:
     curves = find("curves")
     results = Store(DOCS / "results" / "curves.json", entry="curves").results()
-    assert curves.report(results, False).word == "reproduced"
+    assert curves.report(results, False).word == "holds at other numbers"
     lower = {
         name: {seed: {"curve": [value / 2 for value in one["curve"]]} for seed, one in seeds.items()}  # type: ignore[union-attr, operator]
         if name.endswith("lossless")
         else seeds
         for name, seeds in results.items()
     }
-    assert curves.report(lower, False).word == "not reproduced"
+    assert curves.report(lower, False).word == "refuted"
     alone = {name: {1: seeds[1]} for name, seeds in results.items()}
-    assert curves.report(alone, False).word == "not run", "one seed has no standard error"
+    assert curves.report(alone, False).word == "not decidable", "one seed has no standard error"
 
 
 def test_a_folder_without_results_makes_no_page(tmp_path: Path) -> None:
@@ -104,6 +146,6 @@ def test_the_list_says_how_long_each_form_takes_and_what_is_stored() -> None:
     listed = json.loads(fedveil("reproduce", "--list", "--json", "--from", DOCS / "results").output)
     rows = {row["name"]: row for row in listed}
     assert rows["nadp-table1"]["takes_quick"] == "three minutes"
-    assert rows["nadp-table1"]["stored"] == "full"
+    assert rows["nadp-table1"]["stored"] == "full, quick"
     assert rows["lossless-table4"]["stored"] == "quick"
     assert all(row["takes"] and (row["takes_quick"] or not find(row["name"]).has_quick) for row in listed)

@@ -10,11 +10,15 @@ import pytest
 
 from papers import Cell, entries, find
 from papers.cells import Store
+from papers.entries import built
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "docs" / "results"
 KNOWN: dict[str, dict[str, dict[str, list[object]]]] = json.loads((HERE / "data" / "cells.json").read_text("utf-8"))
 """By entry, form and cell: a digest of the settings that decide its figures, and whether it is run by default."""
+
+LATER = ("hybridalpha",)
+"""Schemes whose cells are there once they are built."""
 
 FORMS = [(name, form) for name, forms in KNOWN.items() for form in forms]
 
@@ -27,7 +31,8 @@ def key(cell: Cell) -> list[object]:
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=[f"{name}-{form}" for name, form in FORMS])
 def test_every_cell_that_was_ever_stored_is_still_the_same_cell(name: str, form: str) -> None:
     now = {cell.name: key(cell) for cell in find(name).cells(form == "quick")}
-    assert now == KNOWN[name][form]
+    waiting = {one for one in KNOWN[name][form] for scheme in LATER if one.endswith(f"/{scheme}") and not built(scheme)}
+    assert now == {one: kept for one, kept in KNOWN[name][form].items() if one not in waiting}
 
 
 def test_every_entry_has_its_cells_on_record() -> None:

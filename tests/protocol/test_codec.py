@@ -99,6 +99,7 @@ def test_every_message_is_tried_here_and_none_has_a_tensor_without_a_shape() -> 
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired", "LweUpload"),
         *("Deal", "Dealt", "TakeShare", "SealedShare", "Taken", "EncryptedUpload", "Decrypt", "Decrypted"),
+        *("SetupRound", "RoundKeys", "RoundKey", "FunctionalUpload", "KeyFor", "FunctionKeys"),
         *("Found", "Founded", "Join", "Invitation", "Joined"),
         *("Begin", "Vote", "Divide", "Divided", "Ciphertext", "Aggregate"),
         *("Lend", "Lent", "Borrowed", "Finish", "Finished"),

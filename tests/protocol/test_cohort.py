@@ -7,13 +7,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from federation import job, trained
-from fedveil.errors import ConfigError
-from fedveil.protocol.directory import WINDOW, Cohort
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.protocol.directory import RARELY, WINDOW, Cohort, Epoch
 from fedveil.runs.job import Job
 
 
@@ -114,3 +116,95 @@ def test_a_seed_of_any_size_draws_cohorts_that_clients_can_be_told_of() -> None:
     assert one.cohort.seed < 2**53
     (done,) = trained(one)[1]
     assert len(done.gathered.arrived) == 3
+
+
+def chances(clients: int, rate: float, *, rounds: int = 50, **changes: Any) -> Cohort:
+    return replace(Cohort.of(clients, cohort=None, seed=3, sampling_rate=rate, rounds=rounds), **changes)
+
+
+@given(st.integers(1, 60), st.floats(0.01, 0.99), st.integers(0, 500), st.booleans())
+def test_a_sampled_cohort_is_distinct_ascending_and_within_its_bounds(
+    clients: int, rate: float, round_: int, shuffled: bool
+) -> None:
+    cohort = chances(clients, rate, shuffled=shuffled)
+    drawn = cohort.draw(round_, b"beacon")
+    assert list(drawn) == sorted(set(drawn))
+    assert set(drawn) <= set(range(clients))
+    assert not drawn or cohort.least <= len(drawn) <= cohort.size
+    assert drawn == replace(cohort).draw(round_, b"beacon")
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_each_client_is_drawn_by_itself_with_the_probability_that_was_asked_for(shuffled: bool) -> None:
+    """Fixed seed and beacon. Over 4000 rounds of 12 clients: of each client's rate, of each pair's and of the cohort's
+    mean and variance, none is off by 5 standard errors; one choice of seeds in 20,000 would fail (80 normal tails)."""
+    clients, rate, rounds = 12, 0.3, 4000
+    cohort = Cohort(clients, clients, 3, shuffled, rate, 1)
+    drawn = np.zeros((rounds, clients))
+    for number in range(rounds):
+        drawn[number, list(cohort.draw(number, b"beacon"))] = 1
+    assert np.all(np.abs(drawn.mean(0) - rate) < 5 * math.sqrt(rate * (1 - rate) / rounds))
+    together = (drawn.T @ drawn / rounds)[np.triu_indices(clients, 1)]
+    assert np.all(np.abs(together - rate**2) < 5 * math.sqrt(rate**2 * (1 - rate**2) / rounds))
+    sizes, variance = drawn.sum(1), clients * rate * (1 - rate)
+    assert abs(sizes.mean() - clients * rate) < 5 * math.sqrt(variance / rounds)
+    # A binomial's fourth central moment gives the variance of its sample variance.
+    fourth = variance * (1 + 3 * (clients - 2) * rate * (1 - rate))
+    assert abs(sizes.var() - variance) < 5 * math.sqrt((fourth - variance**2) / rounds)
+
+
+def test_another_beacon_round_or_seed_samples_others() -> None:
+    cohort = chances(100, 0.5, shuffled=True)
+    assert cohort.draw(0, b"one") != cohort.draw(1, b"one")
+    assert cohort.draw(0, b"one") != cohort.draw(0, b"two")
+    assert cohort.draw(0, b"one") == replace(cohort, seed=4).draw(0, b"one")
+    assert chances(100, 0.5).draw(0) != chances(100, 0.5, seed=4).draw(0)
+
+
+def test_of_more_than_the_largest_number_those_with_the_lowest_draws_are_asked() -> None:
+    cohort = Cohort(40, 40, 3, False, 0.5, 1)
+    whole = cohort.draw(0)
+    fewer = replace(cohort, size=len(whole) - 5).draw(0)
+    assert len(fewer) == len(whole) - 5
+    assert set(fewer) < set(whole)
+    assert replace(cohort, least=len(whole) + 1).draw(0) == ()
+    # A lower rate draws some of the same: each client has one draw, whatever the rate.
+    assert set(replace(cohort, rate=0.3).draw(0)) < set(whole)
+
+
+@given(st.integers(1, 300), st.floats(0.02, 0.98), st.integers(1, 400))
+def test_planned_participations_and_sizes_are_exceeded_rarely_and_are_the_least_that_are(
+    clients: int, rate: float, rounds: int
+) -> None:
+    cohort = chances(clients, rate, rounds=rounds)
+    most = cohort.most_participations(rounds)
+    assert clients * binom.sf(most, rounds, rate) <= RARELY * (1 + 1e-6)
+    assert most == 1 or clients * binom.sf(most - 1, rounds, rate) > RARELY * (1 - 1e-6)
+    assert rounds * binom.sf(cohort.size, clients, rate) <= RARELY * (1 + 1e-6)
+    assert cohort.least == 1 or rounds * binom.cdf(cohort.least - 1, clients, rate) <= RARELY * (1 + 1e-6)
+
+
+def test_a_rate_of_one_asks_everybody() -> None:
+    assert Cohort.of(4, cohort=None, seed=1, sampling_rate=1.0, rounds=9) == Cohort.of(4, cohort=None, seed=1)
+
+
+def test_an_epoch_of_other_bounds_than_follow_from_its_rate_is_refused() -> None:
+    cohort = chances(100, 0.4)
+    told = Epoch(0, 0, 50, 100, cohort.size, 3, True, 0.4, cohort.least)
+    told.check()
+    told.check_shuffled()
+    replace(told, least=cohort.least + 1).check()  # more rounds are skipped, and no smaller one is asked for
+    for changes in ({"size": cohort.size - 1}, {"least": cohort.least - 1}, {"rate": 0.5}):
+        with pytest.raises(ProtocolError, match="follow from its sampling rate"):
+            replace(told, **changes).check()
+    for rate in (1.0, -0.1, math.nan):
+        with pytest.raises(ProtocolError, match="numbers that cannot be"):
+            replace(told, rate=rate).check()
+    assert told.packed() != replace(told, rate=0.5).packed()
+    with pytest.raises(ProtocolError, match="by a seed that the server has picked"):
+        replace(told, shuffled=False).check_shuffled()
+    few = chances(8, 0.4)
+    alone = Epoch(0, 0, 50, 8, few.size, 3, True, 0.4, 1)
+    alone.check()
+    with pytest.raises(ProtocolError, match="hides none of them"):
+        alone.check_shuffled()

@@ -11,10 +11,10 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
-from fedveil.report.figures import curves, front, judged_table, judged_views, reliability, trade_offs
+from fedveil.report.figures import curves, front, trade_offs
 from fedveil.report.sources import ReportSources, Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for, view_of
-from fedveil.report.words import claim, entry, whole
+from fedveil.report.words import claim, entry, judged_table, judged_views, reliability, whole
 from report.material import ROUNDS, SCHEMES, SEEDS
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -37,7 +38,7 @@ from fedveil.protocol.codec import decode, encode, registered
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.runs.job import Job
-from fedveil.runs.loop import client_role
+from fedveil.runs.loop import authority_role, client_role
 from fedveil.schemes import find
 from fedveil.shapes import Number, Shape, declared
 
@@ -270,11 +271,14 @@ def little_memory(room: int = ROOM) -> Iterator[None]:
 
 
 class Fuzzed(LocalEngine):
-    """An engine that, before each honest message of one client is delivered, tries `times` changed ones."""
+    """An engine that, before each honest message of one client is delivered, tries `times` changed ones.
+
+    Where nothing has been refused by then, it goes on for a while: a few tries may happen on no such change.
+    """
 
     def __init__(self, one: Job, mutator: Mutator, *, victim: int, times: int, **named: Any) -> None:
         role = client_role(one)
-        super().__init__(role, one.pool, **named)
+        super().__init__(role, one.pool, authority=authority_role(one), **named)
         self._clients = client_role(one)  # what simulated clients share must not be shared with attacked ones
         self._mutator, self._victim, self._times = mutator, victim, times
         self._key = bytes(32)
@@ -289,7 +293,7 @@ class Fuzzed(LocalEngine):
     def _attack_client(self, ask: Ask) -> None:
         private = ask.each.get(self._victim)
         data = self._pool.clients[self._victim]
-        for turn in range(self._times):
+        for turn in self._turns(self.client):
             common, told = ask.common, private
             attacked = private if private is not None and turn % 2 else common
             sent = self._mutator.changed(attacked)
@@ -311,6 +315,10 @@ class Fuzzed(LocalEngine):
         if private is not None:
             self._mutator.saw(private)
 
+    def _turns(self, tried: Tried) -> Iterator[int]:
+        yield from range(self._times)
+        yield from itertools.takewhile(lambda _: not tried.refused, range(self._times, 30 * self._times))
+
     def opened(self, sent: bytes, kind: type, tried: Tried) -> Any:
         """What the bytes say, if they can be read; only our own errors are borne."""
         try:
@@ -326,7 +334,7 @@ class Fuzzed(LocalEngine):
 
     def attack_server(self, ask: Ask, reply: Reply) -> None:
         """Try changed replies on copies of where the honest one belongs."""
-        for _ in range(self._times):
+        for _ in self._turns(self.server):
             sent = self._mutator.changed(reply)
             found = self.opened(sent, Reply, self.server)
             if found is None:
@@ -386,9 +394,10 @@ def _copied(into: Any) -> Any:
 def small(name: str, **settings: Any) -> Job:
     """A run of a scheme with few numbers and five clients; batch norms where it takes them, for their statistics."""
     norm = {"norm": "batch"} if name in ("fedavg", "lossless", "pbpfl", "veil-secagg", "mpdp") else {}
+    width = 2 if find(name).twin else 8  # ciphertexts take a thousand times as long as masks
     return job(
         scheme=name,
-        options={"depth": 2, "width": 8, **norm},
+        options={"depth": 2, "width": width, **norm},
         loss=None if find(name).default_loss != "square" else "square",
         **{"rounds": 3, "clients": 5, **settings},
     )
@@ -415,7 +424,7 @@ class Lying(LocalEngine):
     """An engine in which one client sends changed replies, those that are taken for replies before others."""
 
     def __init__(self, one: Job, mutator: Mutator, *, liar: int, **named: Any) -> None:
-        super().__init__(client_role(one), one.pool, **named)
+        super().__init__(client_role(one), one.pool, authority=authority_role(one), **named)
         self._mutator, self._liar = mutator, liar
         self.sent = 0
 

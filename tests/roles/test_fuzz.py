@@ -24,7 +24,7 @@ from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.codec import decode, encode, from_stored, registered
 from fedveil.protocol.messages import Reply
 from fedveil.roles.client import _LISTS, RequestCheck
-from fedveil.runs.loop import client_role
+from fedveil.runs.loop import authority_role, client_role
 from fedveil.schemes import schemes
 from roles.fuzzing import (
     LONGEST,
@@ -48,8 +48,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paraaegis, pads": {"name": "paraaegis", "cipher": "pads", "vote": "histogram"},
 }
 TIMES, LONGER = 20, 3000
-SEEDS = {"varying-dp": 11, "mpdp-naive": 11}
-"""Where the usual seed, a variant's length, happens on no change that a short run refuses."""
 
 
 @pytest.mark.parametrize("times", [TIMES, pytest.param(LONGER, marks=pytest.mark.slow)])
@@ -59,10 +57,11 @@ def test_changed_messages_end_nothing_and_leave_no_trace(variant: str, times: in
     given = VARIANTS[variant]
     if given["name"] in ("paraaegis", "serial", "ckks-fedavg"):
         pytest.importorskip("tenseal")
-    plain = LocalEngine(client_role(small(**given)), small(**given).pool, absent=missing_once)
+    twin = small(**given)
+    plain = LocalEngine(client_role(twin), twin.pool, absent=missing_once, authority=authority_role(twin))
     expected, stopped, models = driven(small(**given), plain)
     one = small(**given)
-    engine = Fuzzed(one, Mutator(SEEDS.get(variant, len(variant))), victim=2, times=times, absent=missing_once)
+    engine = Fuzzed(one, Mutator(len(variant)), victim=2, times=times, absent=missing_once)
     with little_memory():
         rounds, stops, found = driven(one, engine)
     assert [bool(done.failed) for done in rounds] == [bool(done.failed) for done in expected]

@@ -24,9 +24,9 @@ from fedveil.protocol.phases import Ask, Gathered
 from fedveil.roles.client import ClientRole
 from fedveil.roles.server import ServerRole
 from fedveil.runs.job import Job
-from fedveil.runs.loop import client_role
+from fedveil.runs.loop import authority_role, client_role
 from fedveil.secrets import SecretStream, SeededSecrets
-from fedveil.uplink import grid, masked, noised
+from fedveil.uplink import functional, grid, masked, noised
 from fedveil.uplink.noised import add_residual, gridded
 from reach import CLIENT_SIDE, SERVERS_OWN, Secrets, leaks, leaks_in_text
 
@@ -353,13 +353,13 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
     begin, expand, protect = PairSecret.__init__, PairSecret.seed, type(one.scheme.uplink).protect
     monkeypatch.setattr(PairSecret, "__init__", note_pair)
     monkeypatch.setattr(PairSecret, "seed", note_seed)
-    for module in (noised, masked):
+    for module in (noised, masked, functional):
         monkeypatch.setattr(module, "add_residual", note_residual)
     monkeypatch.setattr(grid, "ROUNDING", 2.0**-36)  # so fine that no two whole numbers are equal by chance
     monkeypatch.setattr(type(one.scheme.uplink), "protect", note_vector)
     role = ClientRole(one.scheme, one.architecture, secrets=TappedSecrets(99, secrets))
     recording, server = Recording(role), server_of(one)
-    engine = Watching(recording, one.pool, absent=absent)  # type: ignore[arg-type]
+    engine = Watching(recording, one.pool, absent=absent, authority=authority_role(one))  # type: ignore[arg-type]
     boundaries: list[object] = []
     drive(engine, server.run(), on_round=boundaries.append, on_begin=boundaries.append, on_stop=pytest.fail)
     messages = [*recording.received, *(reply for _, reply in recording.replied)]
@@ -377,8 +377,9 @@ COVERED: dict[str, dict[str, Any]] = {
     "veil-secagg, sparse": {"scheme": "veil-secagg", "neighbours": 4},
     "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
     "mpdp": {"scheme": "mpdp"},
+    "hybridalpha": {"scheme": "hybridalpha", "options": {"depth": 2, "width": 2}},
 }
-PAIRED = set(COVERED) - {"ldp", "dp-fedavg"}
+PAIRED = set(COVERED) - {"ldp", "dp-fedavg", "hybridalpha"}
 KEPT = {
     "ldp": {"a client's residual", "residual noise"},
     "dp-fedavg": {"a client's residual", "residual noise"},
@@ -389,6 +390,7 @@ KEPT = {
     "veil-secagg, sparse": {"a client's self mask"},
     "veil-secagg, on dropout": {"a client's shares"},
     "mpdp": {"a client's residual", "a client's run key"},
+    "hybridalpha": {"a client's residual", "a client's functional", "a client's run key"},
 }
 
 

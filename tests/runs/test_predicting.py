@@ -365,6 +365,10 @@ def test_the_command_exports_to_torch_and_refuses_what_is_none(clinic: Path, tmp
     bare = load_model(clinic / "run").bare
     assert set(torch.load(tmp_path / "w.pt", weights_only=True)) == set(bare.state_dict())
     assert command("export", clinic / "run", "--format", "tensorflow", "--out", tmp_path / "w").code == 2
+    done = command("export", clinic / "run", "--out", tmp_path / "model.onnx")
+    assert done.code == 2
+    assert "Say --format onnx" in done.error
+    assert not (tmp_path / "model.onnx").exists()
     export_run(clinic / "run", tmp_path / "usable.safetensors")
     with pytest.raises(ConfigError, match="whose layers are not those of its class"):
         export_torch(tmp_path / "usable.safetensors", tmp_path / "x.pt")

@@ -26,7 +26,7 @@ from fedveil.roles.server import ServerRole
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
-from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, conduct, fresh_state, server_role, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
 
 Small = Callable[..., RunConfig]
@@ -492,3 +492,31 @@ def test_a_journal_with_epsilons_of_each_is_read_again(tmp_path: Path) -> None:
     again = PrivacyJournal(one, tmp_path / "journal.jsonl").accountant
     assert again is not None
     assert again.spent["server"].tolist() == outcome.privacy_journal.accountant.spent["server"].tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("there", [1, 2, 3])
+@pytest.mark.parametrize("scheme", ["veil-dp", "lwe-secagg"])
+def test_sums_that_were_never_opened_bring_no_ledger_above_its_target(scheme: str, there: int, tmp_path: Path) -> None:
+    """Of four clients under masks nobody can be spared: when one is away the round fails, and nothing opens."""
+    given: dict[str, Any] = {"cover": "masks"} if scheme == "veil-dp" else {}
+    one = job(scheme=scheme, clients=4, rounds=4, loss=None, epsilon=16.9, **given)
+    journal, state = PrivacyJournal(one, tmp_path / "privacy.jsonl"), fresh_state(one)
+
+    def away(request: Request, client: int) -> bool:
+        return isinstance(request, Train) and request.round == 3 and client >= there
+
+    engine = LocalEngine(client_role(one), one.pool, absent=away)
+    outcome = conduct(one, engine, server_role(one, state, journal.accountant), journal, state=state)
+    assert [row["clients"] for row in outcome.rows] == [4, 4, 4, there]
+    assert [("failed" in row) for row in outcome.rows] == [False, False, False, True]
+    told = [line.epsilon for line in journal.ledger(rounds=4).lines if line.epsilon is not None]
+    # Not nothing either: what clients have sent they may yet be asked to open, and their own account says the same.
+    assert max(told) == pytest.approx(16.9, rel=1e-6)
+    assert max(told) <= 16.9 * (1 + 1e-9)
+    assert journal.accountant is not None
+    own = max(engine.state_of(client).spent for client in range(there))
+    assert own == pytest.approx(max(float(spent.max()) for spent in journal.accountant.spent.values()), rel=1e-9)
+    again = PrivacyJournal(one, tmp_path / "privacy.jsonl").accountant
+    assert again is not None
+    for name, spent in journal.accountant.spent.items():
+        assert again.spent[name].tolist() == spent.tolist()

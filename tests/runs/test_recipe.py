@@ -32,6 +32,13 @@ RESUMED: dict[str, dict[str, Any]] = {
         "client_momentum": 0.9,
         "augment": "crop",
     },
+    "adam of clients": {"scheme": "fedavg", "local_epochs": 1, "client_optimiser": "adam", "client_weight_decay": 0.1},
+    "adam of clients under a veil": {
+        "scheme": "lossless",
+        "head_noise": False,
+        "local_steps": 2,
+        "client_optimiser": "adam",
+    },
     "with clients": {
         "scheme": "ckks-fedavg",
         "cipher": "pads",
@@ -70,6 +77,31 @@ def test_clients_that_hold_the_model_take_the_step_of_plain_averaging(scheme: st
     assert distance(held.model, plain.weights.parameters) < 1e-8
 
 
+ALL_BUT_BARE: dict[str, Any] = {"epsilon": 1e12, "clip": 10.0, "noise_decay": 1.0}
+
+
+@pytest.mark.parametrize(
+    "scheme", ["secagg", "ldp", "cdp", "nadp", "dp-fedavg", "varying-dp", "ckks-fedavg", "paraaegis"]
+)
+def test_adam_of_clients_is_the_same_under_every_protection(scheme: str) -> None:
+    """With next to no noise, and a clip that reaches nobody, all of them end where plain averaging does.
+
+    After one round: in a second one Adam would divide little gradients by themselves, and make noise of any size large.
+    """
+    given = {"local_epochs": 2, "batch_size": 20, "client_optimiser": "adam", "lr": 0.01, "rounds": 1}
+    plain, by_sgd = (
+        trained(job(scheme="fedavg", **given | {"client_optimiser": kind}))[0].weights.parameters
+        for kind in ("adam", "sgd")
+    )
+    if scheme in ("ckks-fedavg", "paraaegis"):
+        noised = ALL_BUT_BARE if scheme == "paraaegis" else {}
+        ended = held_run(job(scheme=scheme, cipher="pads", value_range=64.0, **noised, **given)).model
+    else:
+        ended = trained(job(scheme=scheme, **ALL_BUT_BARE if scheme != "secagg" else {}, **given))[0].weights.parameters
+    assert distance(ended, plain) < 1e-3
+    assert distance(by_sgd, plain) > 0.05
+
+
 def test_who_has_missed_a_round_is_lent_what_the_optimiser_remembers() -> None:
     one = job(scheme="ckks-fedavg", cipher="pads", value_range=64.0, rounds=3, optimiser="yogi", **LOCAL)
 
@@ -89,10 +121,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for scheme in ("fedavg", "nadp", "paraaegis", "ckks-fedavg", "serial", "dp-fedavg")
     ),
     *(
-        (scheme, {name: 0.1}, f"{name} is for local training, and here a client gives one gradient a round")
-        for scheme in ("fedavg", "lossless", "veil-secagg", "cdp")
-        for name in ("client_lr", "client_momentum", "client_weight_decay")
+        (
+            scheme,
+            settings,
+            f"{next(iter(settings))} is for local training, and here a client gives one gradient a round",
+        )
+        for scheme in ("fedavg", "lossless", "veil-secagg", "cdp", "ppdl", "spn", "dbcl")
+        for settings in (
+            {"client_lr": 0.1},
+            {"client_optimiser": "adam"},
+            {"client_optimiser": "adam", "client_beta2": 0.9, "local_steps": 1},
+            {"client_momentum": 0.1},
+            {"client_weight_decay": 0.1},
+        )
     ),
+    ("veil-dp", {"client_optimiser": "adam"}, "has no option 'client_optimiser'"),
     ("lossless", {"local_steps": 2, "client_momentum": 0.9}, "exactly one gradient per round"),
     ("veil-dp", {"client_momentum": 0.9}, "has no option 'client_momentum'"),
 ]

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, as_before
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.roles.client import ClientRole
 from fedveil.runs import loop as roles
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
+from fedveil.runs.model_file import load_model
+from shell import fedveil
 
 Interrupted = Callable[..., Path]
 Small = Callable[..., RunConfig]
@@ -108,9 +110,19 @@ def test_resuming_with_other_settings_is_refused(
 ) -> None:
     folder = interrupted(tmp_path / "run", after=8)
     config = (folder / "config.toml").read_bytes()
-    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings") as caught:
         resume(folder, **change)
+    started = RunConfig.from_mapping(RunConfig.read(folder / "config.toml"))
+    for name, value in change.items():
+        if getattr(started, name) != value:
+            assert f"{name} = {getattr(started, name)!r} and is now {value!r}" in str(caught.value)
     assert (folder / "config.toml").read_bytes() == config
+
+
+def test_a_run_that_has_not_ended_is_no_model_and_says_how_to_go_on(tmp_path: Path, interrupted: Interrupted) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    with pytest.raises(CheckpointError, match=f"has not ended.*--resume --out {folder}"):
+        load_model(folder)
 
 
 def test_repeated_rounds_are_a_new_attempt(
@@ -255,3 +267,15 @@ def test_a_folder_from_before_there_was_a_setting_goes_on_as_it_began(
     if name == "family":  # noise is drawn anew
         session.run(began, tmp_path / "straight", quiet=True)
         check_equal(tmp_path / "run", tmp_path / "straight", rounds=4)
+
+
+def test_a_run_of_mpdp_goes_on_with_the_noise_it_began_with(tmp_path: Path) -> None:
+    """Where folders do not say how noise is made they are from before it could be said, and mean another way."""
+    out = tmp_path / "run"
+    asked = ["--scheme", "mpdp", "--epsilon", "3", "--lr", "0.01", "-o", "depth=2", "-o", "width=4", "--seed", "1"]
+    assert fedveil("run", *asked, "--rounds", "1", "--checkpoint-every", "1", "--out", out).code == 0
+    began = RunConfig.from_mapping(as_before(RunConfig.read(out / "config.toml")))
+    assert began.calibration == "equations"
+    assert began.fingerprint() != began.with_changes(calibration="tail").fingerprint()
+    assert fedveil("run", "--resume", "--rounds", "2", "--out", out).code == 0
+    assert RunConfig.read(out / "config.toml")["calibration"] == "equations"

@@ -119,3 +119,28 @@ def test_a_cohort_is_what_a_round_asks_however_the_run_says_it(cohort: Any, requ
         return
     with pytest.raises(RequiredError, match="cohort"):
         check_terms(settings, own, where="client.toml")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "required", "accepted"),
+    [
+        ("fedavg", {"cohort": {"min": 2}}, False),
+        ("fedavg", {"cohort": {"min": 1}}, True),
+        ("secagg", {}, True),
+        ("secagg", {"cohort": {"min": 3}}, True),
+        ("secagg", {"cohort": {"min": 4}}, False),
+        ("secagg", {"cohort": {"max": 9}}, False),
+        ("secagg", {"sampling_rate": 0.5}, True),
+        ("secagg", {"sampling_rate": {"min": 0.6}}, False),
+    ],
+)
+def test_of_sampled_rounds_the_smallest_and_the_largest_must_be_accepted(
+    scheme: str, required: dict[str, Any], accepted: bool
+) -> None:
+    own = read_required(required, where="client.toml")
+    settings = config(scheme=scheme, sampling_rate=0.5)
+    if accepted:
+        check_terms(settings, own, where="client.toml")
+        return
+    with pytest.raises(RequiredError, match=next(iter(required))):
+        check_terms(settings, own, where="client.toml")

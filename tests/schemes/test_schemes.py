@@ -11,12 +11,13 @@ from fedveil.client_held.divided import Parallel
 from fedveil.config import RunConfig
 from fedveil.downlink import Plain, Rescaling
 from fedveil.errors import ConfigError
-from fedveil.protocol.parts import Scheme
+from fedveil.protocol.parts import Scheme, bounded
 from fedveil.schemes import Setting, assemble, find, schemes
 from fedveil.uplink.masked import Masked
 from fedveil.uplink.noise_plan import Target
 from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
+from fedveil.work.batches import LocalOptimiser
 
 SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))
 ENTROPY = Setting(CrossEntropy(), Batches(0, 1), Schedule(0.1))
@@ -58,6 +59,24 @@ def test_every_option_of_a_named_scheme_is_a_setting_of_its_own() -> None:
     known = RunConfig().scheme_options
     for one in schemes():
         assert set(one.options) <= set(known), one.name
+
+
+TRAINING = [one.name for one in schemes() if "local_steps" in one.options and one.name != "dbcl"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_whoever_trains_locally_may_do_so_by_adam(name: str) -> None:
+    given: dict[str, Any] = {"local_steps": 3, "client_optimiser": "adam", "client_beta2": 0.9, "client_lr": 0.01}
+    if "head_noise" in find(name).options:
+        given["head_noise"] = False
+    work = assemble(name, ENTROPY, given).work
+    local = next(getattr(work, part) for part in ("local", "training", "__class__") if hasattr(work, part))
+    trains = work if isinstance(work, LocalSteps) else local
+    assert trains.optimiser == LocalOptimiser("adam", beta2=0.9)
+    assert trains.schedule.at(7) == 0.01
+    if work.clip is not None:
+        without = assemble(name, ENTROPY, {**given, "client_optimiser": None, "client_beta2": None}).work
+        assert (work.clip, bounded(work).sensitivity(9)) == (without.clip, bounded(without).sensitivity(9))
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -53,6 +53,29 @@ def away(kind: type[Any], *clients: int) -> Callable[[Any, int], bool]:
     return lambda request, client: type(request) is kind and client in clients
 
 
+@pytest.mark.parametrize("settings", [{}, {"clients": 10}, {"clients": 10, "collusion": 0.3}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_under_masks_by_option_the_same_numbers_and_the_same_noise_are_summed(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """What a comparison trains in a cipher's place: to the last bit the same model, with as many absences allowed."""
+    keyed, masked = small(name, **settings), small(name, cover="masks", **settings)
+    assert not isinstance(masked.scheme.uplink, ThresholdPaillier)
+    (ours, _), (theirs, rounds) = trained(keyed), trained(masked)
+    assert [done.failed for done in rounds] == ["", ""]
+    assert same_bits(ours.weights.parameters, theirs.weights.parameters)
+    clients = keyed.config.clients
+    assert masked.scheme.uplink.absences(clients) == keyed.scheme.uplink.absences(clients)
+    line, other = (PrivacyJournal(one).ledger().line("server") for one in (keyed, masked))
+    assert (line.verdict, line.epsilon) == (other.verdict, other.epsilon)
+
+
+def test_masks_in_a_keys_place_are_refused_where_they_would_sum_otherwise() -> None:
+    for settings in ({"clients": 64}, {"key_bits": 512}):
+        with pytest.raises(ConfigError):
+            small("tp-smc", cover="masks", **settings)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_clients_upload_the_sum_is_of_the_others(name: str) -> None:
     _, rounds = trained(small(name), absent=away(Train, 1))

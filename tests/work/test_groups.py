@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 from torch import nn
 
 import fedveil
+from fedveil.downlink import Plain, draw
+from fedveil.secrets import SeededSecrets
 from fedveil.tensors import ExactSum
-from fedveil.work import Batches, ClientData
-from fedveil.work.batches import PictureAugmentation
-from fedveil.work.groups import Orders
+from fedveil.work import Batches, ClientData, CrossEntropy, LocalSteps, Schedule, Workspace, groups
+from fedveil.work.batches import LocalOptimiser, PictureAugmentation
+from fedveil.work.gradients import collect_statistics
+from fedveil.work.groups import GroupDescent, Orders, Task
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,9 +69,85 @@ _RECIPES: list[dict[str, Any]] = [
     {},
     {"local_steps": 3},
     {"local_epochs": 2, "client_lr": 0.05, "client_momentum": 0.9, "client_weight_decay": 1e-3},
+    {"local_epochs": 2, "client_lr": 0.005, "client_optimiser": "adam", "client_weight_decay": 1e-3},
     {"augment": "crop:1,flip"},
     {"augment": "crop:1,flip,cutout:2", "local_epochs": 1},
 ]
+
+
+class _Repeated:
+    """What stands for a captured graph where no GPU is: the same work once more, into the places of the first."""
+
+    def __init__(self, work: Callable[[], groups.Result]) -> None:
+        for _ in range(3):  # as a capture warms up, so that nothing may rest on what was there before
+            self.places = work()
+        self._work = work
+
+    def replay(self) -> None:
+        for place, value in zip(self.places, self._work(), strict=True):
+            place.copy_(value)
+
+
+@pytest.fixture
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups step by step on the CPU, one client after the other: all of their arithmetic, without a GPU's graphs."""
+
+    def recorded(work: Callable[[], groups.Result]) -> tuple[_Repeated, groups.Result]:
+        made = _Repeated(work)
+        return made, made.places
+
+    def put(place: torch.Tensor, numbers: list[float]) -> None:
+        place.copy_(torch.tensor(numbers, dtype=place.dtype))
+
+    def branches(count: int) -> Iterator[int]:
+        yield from range(count)
+
+    for name, stands_in in (("recorded", recorded), ("put", put), ("branches", branches)):
+        monkeypatch.setattr(groups, name, stands_in)
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        LocalOptimiser(),
+        LocalOptimiser("sgd", 0.9, 0.1),
+        LocalOptimiser("adam"),
+        LocalOptimiser("adam", weight_decay=0.3, beta1=0.5, beta2=0.9, tau=1e-6),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_group_trains_every_client_as_it_would_alone(
+    optimiser: LocalOptimiser, dtype: torch.dtype, uncaptured: None
+) -> None:
+    """Also those that are done earlier, in a second round as in the first, and with another rate."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)).to(dtype)
+    net[0].bias.requires_grad_(False)
+    clients = [
+        ClientData(number, torch.randn(samples, 6, dtype=dtype), torch.randint(0, 3, (samples,)))
+        for number, samples in enumerate((8, 14, 22))
+    ]
+    architecture, weights = draw(net, clients[0].x[:2], traced=False)
+    work = LocalSteps(CrossEntropy(), Batches(4, 9), Schedule(0.01, decay=0.5), epochs=2, optimiser=optimiser)
+    layout = work.layout(architecture, tensors=1)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    task = Task(architecture, work.loss, layout.length, work.batches, sent)
+    group = GroupDescent(collect_statistics, task, clients, channels_last=False, optimiser=optimiser)
+    group.weigh(clients)
+    counts, orders = [work.count(len(data)) for data in clients], Orders()
+    assert counts == [4, 6, 10]
+    for round in range(2):
+
+        def fill(step: int, round: int) -> None:
+            steps = [round * count + min(step, count - 1) for count in counts]
+            group.fill(clients, work.batches, orders, steps)
+
+        vectors, _ = group.run(sent, partial(fill, round=round), counts, work.schedule.at(round))
+        for data, found in zip(clients, vectors, strict=True):
+            alone = work.run(Workspace(architecture, layout), sent, data, round=round)
+            assert float((found - alone).abs().max()) < (1e-12 if dtype == torch.float64 else 1e-4)
+            assert float(alone[: architecture.size].abs().max()) > 0.01
 
 
 @needs_cuda

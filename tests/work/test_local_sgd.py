@@ -1,9 +1,10 @@
-"""Local steps are plain SGD, written out by hand beside them."""
+"""Local steps are torch's SGD, Adam and AdamW, run beside them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fedveil.downlink import Plain, draw
 from fedveil.errors import NumericError
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss, Workspace
+from fedveil.work.batches import LocalOptimiser
 
 
 def data(samples: int = 14, client: int = 3) -> ClientData:
@@ -41,10 +43,11 @@ def by_hand(
     client: ClientData,
     batches: list[Tensor],
     lr: float,
-    **how: float,
+    torchs: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **how: Any,
 ) -> tuple[Tensor, float]:
     trained = copy.deepcopy(model)
-    optimiser = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=lr, **how)
+    optimiser = torchs([p for p in trained.parameters() if p.requires_grad], lr=lr, **how)
     losses = []
     for chosen in batches:
         optimiser.zero_grad()
@@ -75,11 +78,53 @@ def test_local_training_is_sgd(loss: Loss, steps: int | None, epochs: int | None
 def test_momentum_and_weight_decay_of_clients_are_torchs_and_begin_anew_every_round(how: dict[str, float]) -> None:
     model, client, batches = network(), data(), Batches(4, 9)
     model[0].bias.requires_grad_(False)
-    work = LocalSteps(SquareLoss(), batches, Schedule(0.1), steps=4, **how)
+    work = LocalSteps(SquareLoss(), batches, Schedule(0.1), steps=4, optimiser=LocalOptimiser(**how))
     for round in range(2):
         chosen = [batches.indices(client=3, samples=14, step=round * 4 + step) for step in range(4)]
         moved, _ = by_hand(model, SquareLoss().mean, client, chosen, lr=0.1, **how)
         assert torch.allclose(run(model, work, client, round)["gradients"][0], moved, rtol=1e-11, atol=1e-13)
+
+
+ADAMS: list[tuple[dict[str, Any], Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+    ({}, torch.optim.Adam, {}),
+    ({"weight_decay": 0.3}, torch.optim.AdamW, {"weight_decay": 0.3}),
+    ({"beta1": 0.5, "beta2": 0.9, "tau": 1e-3}, torch.optim.Adam, {"betas": (0.5, 0.9), "eps": 1e-3}),
+    ({"beta1": 0.0, "beta2": 0.0}, torch.optim.Adam, {"betas": (0.0, 0.0)}),
+]
+"""A client's own, torch's, and what torch's is told."""
+
+
+@pytest.mark.parametrize(("how", "torchs", "told"), ADAMS, ids=lambda part: str(part) if isinstance(part, dict) else "")
+def test_adam_of_clients_is_torchs_and_begins_anew_every_round(
+    how: dict[str, Any], torchs: Callable[..., torch.optim.Optimizer], told: dict[str, Any]
+) -> None:
+    model, client, batches = network(), data(), Batches(4, 9)
+    model[0].bias.requires_grad_(False)  # before a normalisation its gradient is 0 but for rounding
+    work = LocalSteps(SquareLoss(), batches, Schedule(0.01), steps=20, optimiser=LocalOptimiser("adam", **how))
+    for round in range(2):
+        chosen = [batches.indices(client=3, samples=14, step=round * 20 + step) for step in range(20)]
+        moved, value = by_hand(model, SquareLoss().mean, client, chosen, lr=0.01, torchs=torchs, **told)
+        found = run(model, work, client, round)
+        assert float((found["gradients"][0] - moved).abs().max()) < 1e-12
+        assert float(found["values"]) == pytest.approx(value, rel=1e-12)
+        assert float(moved.abs().max()) > 0.03
+        assert not found["gradients"][0][30:35].any()  # what is frozen does not decay either
+
+
+@pytest.mark.parametrize(("how", "torchs", "told"), ADAMS, ids=lambda part: str(part) if isinstance(part, dict) else "")
+def test_adam_of_many_clients_together_is_torchs_of_each(
+    how: dict[str, Any], torchs: Callable[..., torch.optim.Optimizer], told: dict[str, Any]
+) -> None:
+    model, batches, clients = small_network(), Batches(4, 9), [data(14, client) for client in range(8)]
+    work = LocalSteps(CrossEntropy(), batches, Schedule(0.01), epochs=4, optimiser=LocalOptimiser("adam", **how))
+    sizes, pairs = side_by_side(work, clients, model)
+    assert sizes == [8]
+    for client, (together, alone) in zip(clients, pairs, strict=True):
+        chosen = [batches.indices(client=client.client, samples=14, step=12 + step) for step in range(12)]
+        moved, _ = by_hand(model, CrossEntropy().mean, client, chosen, lr=0.01, torchs=torchs, **told)
+        for found in (together, alone):
+            assert isinstance(found, Tensor)
+            assert float((found[: len(moved)] / 14 - moved).abs().max()) < 1e-12
 
 
 def test_an_epoch_sees_every_whole_batch_once() -> None:
@@ -159,9 +204,11 @@ def side_by_side(
 
 
 @pytest.mark.parametrize(
-    "how", [{"steps": 4}, {"epochs": 2}, {"steps": 3, "momentum": 0.9, "weight_decay": 0.1}, {"steps": 1}], ids=str
+    "how",
+    [{"steps": 4}, {"epochs": 2}, {"steps": 3, "optimiser": LocalOptimiser("sgd", 0.9, 0.1)}, {"steps": 1}],
+    ids=str,
 )
-def test_small_steps_of_many_clients_are_taken_together(how: dict[str, float]) -> None:
+def test_small_steps_of_many_clients_are_taken_together(how: dict[str, Any]) -> None:
     model = small_network()
     model[0].bias.requires_grad_(False)
     clients = [data(9 if client % 3 == 0 else 14, client) for client in range(20)]

@@ -86,7 +86,16 @@ def test_what_is_sent_is_the_gradient_of_both_losses_and_the_private_head_takes_
     torch.testing.assert_close(list(grads.values())[-2:], list(plain), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("local", [{}, {"local_steps": 2, "client_momentum": 0.5}, {"local_epochs": 1}], ids=str)
+@pytest.mark.parametrize(
+    "local",
+    [
+        {},
+        {"local_steps": 2, "client_momentum": 0.5},
+        {"local_epochs": 1},
+        {"local_steps": 2, "client_optimiser": "adam", "client_weight_decay": 0.1},
+    ],
+    ids=str,
+)
 def test_without_a_private_loss_it_is_plain_averaging(local: dict[str, Any]) -> None:
     ours = trained(job(**SMALL, batch_size=32, private_weight=0.0, **local))[0].weights.parameters
     theirs = trained(job(**{**SMALL, "scheme": "fedavg"}, batch_size=32, **local))[0].weights.parameters

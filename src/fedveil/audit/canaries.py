@@ -49,7 +49,7 @@ from fedveil.runs.from_python import job_of_objects
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.privacy_journal import JournalFile, PrivacyJournal
-from fedveil.schemes.options import DpOptions
+from fedveil.schemes.options import CLIENTS_OWN, DpOptions
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
 
@@ -325,10 +325,11 @@ def _job(config: RunConfig, coins: Scores, owner: NDArray[np.int64], *, seed: in
     ]
     settings: dict[str, Any] = {
         **kept,
-        **dict.fromkeys(("client_lr", "client_momentum", "client_weight_decay")),
+        **dict.fromkeys(CLIENTS_OWN),
         **({"head_noise": False} if "head_noise" in info.declared else {}),
         "options": config.options,
         "cohort": config.cohort,
+        "sampling_rate": config.sampling_rate,
         "rounds": config.rounds,
         "max_size_ratio": config.max_size_ratio,
         "min_coverage": 0.0,
@@ -496,7 +497,8 @@ class _Parts:
             fits = again is not None and part.rounds == game.played and len(part.scores) == game.parts[number]
             fits = fits and np.array_equal(part.coins, game.coins(number)) and bool(np.isfinite(part.scores).all())
             # Where cohorts are drawn, parts differ in what they cost.
-            if again is not None and (number == drawn or game.config.cohort is None):
+            everybody = game.config.cohort is None and game.config.sampling_rate is None
+            if again is not None and (number == drawn or everybody):
                 fits = fits and part.line == again.line
             if again is not None and number == drawn:
                 # Of other processors, or versions of PyTorch, the last digits differ.

@@ -304,7 +304,7 @@ SHORT = {
     "not applicable": "not applicable",
     "failed": "failed to run",
 }
-_ORDER = ("as if unprotected", "in part", "not decided", "nothing", "not effective", "not applicable", "failed")
+ORDER = ("as if unprotected", "in part", "not decided", "nothing", "not effective", "not applicable", "failed")
 
 
 _WHO = ("server", "clients", "wire", "client")
@@ -335,6 +335,30 @@ def best_of(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         groups.setdefault((finding.adversary, finding.asset), []).append(finding)
     return [min(group, key=_rank) for group in groups.values()]
+
+
+ALONE = ("the server", "somebody on the wire", "a client")
+"""Adversaries with nobody on their side."""
+
+
+def at_a_glance(findings: Iterable[Finding]) -> dict[str, dict[str, Any]]:
+    """What one adversary alone got of every asset, by the attack that got most: plain data, a line for each."""
+    best: dict[str, Finding] = {}
+    for one in best_of(finding for finding in findings if finding.adversary in ALONE and finding.attack != NOT_TRIED):
+        best[one.asset] = min(best.get(one.asset, one), one, key=_rank)
+    return {
+        asset: {
+            "who": one.adversary,
+            "attack": one.attack,
+            "seen": one.seen,
+            "verdict": one.verdict,
+            "got": one.text("value"),
+            "chance": one.text("chance"),
+            "unprotected": one.text("unprotected"),
+            **{name: one.more[name] for name in ("exact", "auc") if name in one.more},
+        }
+        for asset, one in best.items()
+    }
 
 
 def _sentence(who: str, findings: Sequence[Finding]) -> str:
@@ -382,7 +406,7 @@ def _got(best: Finding) -> str:
 
 
 def _rank(finding: Finding) -> tuple[int, float, float]:
-    return _ORDER.index(finding.verdict), -_reached(finding), -(finding.value or 0.0)
+    return ORDER.index(finding.verdict), -_reached(finding), -(finding.value or 0.0)
 
 
 def _reached(finding: Finding) -> float:

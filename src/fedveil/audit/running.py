@@ -273,7 +273,7 @@ def audit(
     known = with_own() if known is None else known
     for name in attacks:
         if name not in known:
-            raise unknown_name("attack", name, known)
+            raise unknown_name("attack", name, known, hint="Your own: --attack path/to/file.py:function.")
     device_of(subject.config.with_changes(device=effort.device))
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1 (got {workers}).")

@@ -39,6 +39,7 @@ from fedveil.runs.callbacks import Row
 from fedveil.runs.folder import Recording, RunFolder
 from fedveil.runs.job import Job, job_from_config, secret_epsilon
 from fedveil.runs.loop import fresh_state, train_job
+from fedveil.schemes.options import CLIENTS_OWN, LocalOptions
 from fedveil.work import Batches
 from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
@@ -250,7 +251,7 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     each round are recorded.
     """
     last = min(rounds, subject.config.rounds)
-    everybody, asked = subject.config.clients, subject.job.cohort.size
+    everybody, asked = subject.config.clients, subject.job.cohort.expected
     count = min(everybody, math.ceil(clients * everybody / asked))
     trains = subject.record.facts.returns == "update"
     changes = {
@@ -274,6 +275,8 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     if work.returns == "update" and steps is None:
         epochs = epochs or 1
     trained = {name: value for name, value in config.scheme_options.items() if name.startswith("client_")}
+    # Beacons draw others than a seed does, and may draw nobody: then everybody trains.
+    drawn = replace(subject.job.cohort, shuffled=False).draw(round - 1)
     plain = config.with_changes(
         **{**dict.fromkeys(config.scheme_options), **trained, "local_steps": steps, "local_epochs": epochs},
         options=None,
@@ -286,7 +289,8 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
         identities=None,
         record=True,
         record_rounds=str(round),
-        record_clients=str(replace(subject.job.cohort, shuffled=False).draw(round - 1)[0]),
+        record_clients=str(drawn[0] if drawn else 0),
+        sampling_rate=config.sampling_rate if drawn else None,
         simulate_dropout=0.0,
     )
     return enacted(job_from_config(plain), folder, rounds=round)
@@ -324,10 +328,16 @@ def plain_gradient(subject: Subject, view: ServerView) -> Tensor:
 
 
 def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:
-    """The view of a server to which the victim sent its gradient as it is, or its update: one step's is lr·g."""
+    """The view of a server to which the victim sent its gradient as it is, or its update: that of one step from rest.
+
+    Of Adam that is not lr·g, and that no gradient can be read off it is then no merit of the scheme's.
+    """
     sent = plain_gradient(subject, view)
     if view.facts.returns != "gradient":
-        sent = view.facts.lr * sent
+        moved, own = [torch.zeros_like(sent)], {name: getattr(subject.config, name) for name in CLIENTS_OWN}
+        optimiser = LocalOptions(**own).optimiser
+        optimiser.step(moved, [sent], optimiser.start(moved), view.facts.lr)
+        sent = -moved[0]
     opened = Opened(sent, None, torch.empty(0))
     return replace(view, messages=(), recovered=opened, summed=None, colluders=(), uncovered=None)
 

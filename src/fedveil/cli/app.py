@@ -5,17 +5,15 @@ from __future__ import annotations
 import typer
 
 from fedveil.cli.audit import audit
-from fedveil.cli.compare import compare
-from fedveil.cli.doctor import doctor
+from fedveil.cli.compare import compare, report
 from fedveil.cli.flower import flower, keys
 from fedveil.cli.inspect import inspect, inspect_data
 from fedveil.cli.ledger import ledger
-from fedveil.cli.options import Command
+from fedveil.cli.options import SUGGESTS_COMMANDS, Command
 from fedveil.cli.predict import export, predict
-from fedveil.cli.report import report
 from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import demo, run
-from fedveil.cli.schemes import models, schemes
+from fedveil.cli.schemes import doctor, models, schemes
 from fedveil.version import __version__
 
 app = typer.Typer(
@@ -27,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    suggest_commands=SUGGESTS_COMMANDS,
 )
 
 

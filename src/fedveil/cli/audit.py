@@ -164,7 +164,8 @@ def _show(audited: Audit) -> None:
             for finding in findings
         ]
         table(title, columns, rows, right=range(1, len(columns) - 1), whole=(0, 1))
-    plainly("* made for this kind of protection")
+    if any(finding.adaptive for finding in audited.findings):
+        plainly("* made for this kind of protection")
     if any(finding.taken_out for finding in audited.findings):
         plainly(f"taken out: {TAKEN_OUT}")
     listed("In one sentence each", list(audited.adversaries.values()))

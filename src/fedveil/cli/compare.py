@@ -1,4 +1,4 @@
-"""How a comparison looks: one table while it goes on, and what it found at the end."""
+"""`fedveil compare`: a table while it goes on, and what it found at the end; `fedveil report`: one page about runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from fedveil.cli import options as flag
@@ -24,7 +26,8 @@ Watch = Callable[[Sequence["CellProgress"], "CellEvent | None"], None]
 
 _COLUMNS = ("scheme", "seed", "round", "loss", "test", "ε", "down", "up", "seconds", "state")
 _COLOURS = {"running": "cyan", "finished": "green", "kept": "green", "failed": "red"}
-_AROUND = 6  # lines of a terminal that a table's head and foot take
+_COLOURS |= {"auditing": "cyan", "timing": "cyan"}
+_AROUND = 7  # lines of a terminal that a table's head and foot take
 _OUTSIDER = "outsider"
 
 
@@ -40,11 +43,17 @@ def shown_live(*, quiet: bool) -> Iterator[Watch]:
     with Live(console=complaints, refresh_per_second=4, transient=True) as live:
 
         def watch(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
-            live.update(_live_table(standings, most=complaints.height - _AROUND))
+            live.update(Group(_live_table(standings, most=complaints.height - _AROUND), _bar(standings)))
             if event is not None and (event.kind == "say" or event.standing.state == "failed"):
                 aside(f"{event.standing.cell.name}: {event.text or f'failed: {event.standing.reason}'}")
 
         yield watch
+
+
+def _bar(standings: Sequence[CellProgress]) -> ProgressBar:
+    """Rounds that are over, of all; an audit and a timing count as one each."""
+    done = sum(1.0 if one.over else 0.9 * one.round / max(one.cell.config.rounds, 1) for one in standings)
+    return ProgressBar(total=len(standings), completed=done)
 
 
 def _in_lines(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
@@ -135,6 +144,7 @@ def show_comparison(done: Comparison, metrics: Sequence[str] | None = None) -> N
         costs = [(row[0], *row[measured:]) for row in rows[: len(results["schemes"])]]
         table("What it cost", (columns[0], *columns[measured:]), costs, right=range(1, 6))
     _show_verdicts(results["schemes"])
+    _show_glance(results)
     for note in [*_notes(results), *not_beating(judged)]:
         plainly(note)
 
@@ -173,6 +183,72 @@ def _show_verdicts(schemes: dict[str, dict[str, Any]]) -> None:
         if figures["n"]
     ]
     table("Against whom what is proven", ("scheme", *shown), rows, ruled=True)
+
+
+GLANCE = ("scheme", "accuracy", "ε", "CPU", "bytes", "data", "members", "model")
+READING = (
+    "ε: towards the server, in brackets towards clients alone. CPU: seconds of processors, of all clients and the "
+    "server, all rounds. bytes: of one client and round, both ways. What quick attacks got, all of it, part or none "
+    "(? where nothing follows: the attack does not work without protection either, or too few samples): data rebuilt "
+    "by the server, or who reads the wire, from an upload of one sample or a sum (unread: it holds no model, and reads "
+    "ciphertexts or noise); members told by a client [95 %]; the share of the model's numbers that a client knows "
+    "exactly."
+)
+
+
+def _show_glance(results: dict[str, Any]) -> None:
+    """A line a scheme: what it reaches, proves, costs and gives away; of those that cannot be trained here, why."""
+    schemes = results["schemes"]
+    if not any("attacked" in figures or "cannot" in figures for figures in schemes.values()):
+        return
+    rows = [glance(name, figures) for name, figures in schemes.items() if figures["n"]]
+    table("At a glance", GLANCE, rows, right=range(1, 5), whole=(0, 1))
+    for line in (*glance_notes(schemes), READING):
+        plainly(line)
+
+
+def glance_notes(schemes: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Why some were not trained, and how the cost of others was found."""
+    for name, figures in schemes.items():
+        if "cannot" in figures:
+            yield f"{name} cannot be trained here: {figures['cannot']}"
+        if "slice" in figures.get("cost", {}):
+            yield f"= {name}: trained under masks, which open the same sums; {_scaled(figures['cost']['slice'])}"
+
+
+def _scaled(timed: dict[str, float]) -> str:
+    return (
+        f"its cipher took {timed['round']:.1f} s a round on {timed['parameters']:.0f} parameters, here times "
+        f"{timed['times']:.1f}, and {timed['keys']:.1f} s for keys"
+    )
+
+
+def glance(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
+    """A scheme's line under `GLANCE`."""
+    cost, attacked, proven = figures.get("cost", {}), figures.get("attacked", {}), figures["privacy"]
+    score = figures.get("test_accuracy")
+    moved = sum(cost.get(way, figures[way]["mean"]) for way in ("bytes_up", "bytes_down"))
+    towards = [proven.get(who, {}).get("epsilon") for who in ("server", "clients")]
+    exact = attacked.get("the model's parameters", {}).get("exact")
+    epsilon = "–" if towards[1] is None else f"({towards[1]:.3g})"
+    return (
+        f"= {name}" if "slice" in cost else name,
+        f"MSE {figures['test_mse']['mean']:.4f}" if score is None else percent(score["mean"]),
+        epsilon if towards[0] is None else f"{towards[0]:.3g}",
+        f"{cost['seconds']:,.{1 if cost['seconds'] < 100 else 0}f} s" if cost else "–",
+        size(moved),
+        _got(attacked.get("data")),
+        _got(attacked.get("members")),
+        "–" if exact is None else f"{100 * exact:.0f} %",
+    )
+
+
+_GOT = {"as if unprotected": "all", "in part": "part", "nothing": "none"}
+
+
+def _got(line: dict[str, Any] | None) -> str:
+    """What an attacker got: all of it, part or none, and the figure; ? where nothing follows from that."""
+    return "unread" if line is None else f"{_GOT.get(line['verdict'], '?')}: {line['got']}"
 
 
 def _verdict(line: dict[str, Any] | None) -> str:
@@ -224,6 +300,14 @@ def compare(
     ),
     seeds: str | None = typer.Option(None, help="Seeds, like 1,2,3 or 1-5: every scheme runs once with each."),
     repeats: int | None = typer.Option(None, help="So many seeds, from --seed on. (default: 1)"),
+    preset: str | None = typer.Option(
+        None,
+        help="papers: every scheme there is under one setting (flags go over it), each with what it declares for "
+        "itself (--set goes over that), attacked, in one picture; one that cannot be trained on the data says why.",
+    ),
+    audit: bool | None = typer.Option(
+        None, "--audit/--no-audit", help="Attack every run, quickly. (default: with --preset papers)"
+    ),
     own: list[str] = typer.Option(
         [], "--set", help="A setting of one scheme, repeatable: --set nadp.lr=3, --set mine.py:veil.keep=0.2."
     ),
@@ -249,11 +333,13 @@ def compare(
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
     Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it (a scheme of your own is
-    OUT/FILE.py-FUNCTION/seed-N); OUT/compare.json holds all figures.
+    OUT/FILE.py-FUNCTION/seed-N), with what it took of processors in cost.json; OUT/compare.json holds all figures.
     A setting that a scheme does not have is left out for it; one that fails does not end the others. All train on one
     loss: the square loss where one of them needs it, unless --loss or --set SCHEME.loss=… say otherwise.
 
     [bold]Examples[/bold]
+
+      fedveil compare --preset papers --dataset digits --out runs/papers
 
       fedveil compare --dataset digits --rounds 20 --cipher pads --out runs/all
 
@@ -282,6 +368,8 @@ def compare(
             jobs=jobs,
             resume=resume,
             only=parse_own(own),
+            preset=preset,
+            audit=audit,
             tracked=tracked,
             say=aside,
             watch=watch,
@@ -299,20 +387,31 @@ def compare(
 
 
 def _report(done: Comparison, *, quiet: bool) -> None:
-    """Write the page about everything that finished; without its packages the figures stand all the same."""
+    """Write the page about everything that finished, and of a preset the picture; without their packages the figures
+    stand all the same."""
     from fedveil.errors import MissingExtraError
 
     if all(progress.summary is None for progress in done.standings):
         return
-    try:
+
+    def page() -> Path:
         from fedveil.report import write_report
 
-        page = write_report([done.file], done.out / "report.html")
-    except MissingExtraError as reason:
-        aside(f"no page: {reason}")
-        return
-    if not quiet:
-        plainly(f"as a page: {page}")
+        return write_report([done.file], done.out / "report.html")
+
+    def picture() -> Path:
+        from fedveil.report.figures import draw_overview
+
+        return draw_overview(done.results, done.out / "overview.png")
+
+    for what, write in (("page", page), *((("picture", picture),) if done.plan.preset is not None else ())):
+        try:
+            file = write()
+        except MissingExtraError as reason:
+            aside(f"no {what}: {reason}")
+        else:
+            if not quiet:
+                plainly(f"as a {what}: {file}")
 
 
 def _settings(config: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
@@ -347,3 +446,46 @@ def _words(text: str) -> list[str]:
     from fedveil.own_code import typed
 
     return [typed(word.strip()) for word in text.split(",") if word.strip()]
+
+
+def report(
+    sources: list[Path] = typer.Argument(
+        ..., metavar="RUN|COMPARE|AUDIT…", help="Folders of runs, of a comparison, of an audit.", show_default=False
+    ),
+    out: Path | None = typer.Option(
+        None, "--out", help="The file to write (.html). (default: report.html in the first folder)"
+    ),
+    with_records: bool = typer.Option(
+        False,
+        "--with-records",
+        help="Show clients' samples too, and what attacks rebuilt of them; the file is then named …with-records.html.",
+    ),
+    show: bool = typer.Option(False, "--open", help="Open it in the browser."),
+) -> None:
+    """Write one HTML file that shows runs: curves, costs, the ledger in plain words, what attackers got.
+
+    The file holds everything it shows and connects to nothing: send it, print it, keep it with the run. It ends with
+    the settings and the commands that give the same again. Of an audit it shows the figures; pictures of clients'
+    samples, and of what attacks rebuilt of them, are left out unless you ask for them (--with-records).
+
+    [bold]Examples[/bold]
+
+      fedveil report runs/a
+
+      fedveil report runs/a runs/b --out both.html --open
+
+      fedveil report compare/x --out compare/x/report.html
+    """
+    from fedveil.report import write_report
+    from fedveil.runs.callbacks import working
+
+    first = sources[0] if sources[0].is_dir() else sources[0].parent
+    with working("writing the report"):
+        made = write_report(sources, out or first / "report.html", with_records=with_records)
+    plainly(f"wrote {made} ({size(made.stat().st_size)})")
+    if with_records and "records" in made.name:
+        plainly("it may show samples of clients: keep it as you keep their data")
+    if show:
+        import webbrowser
+
+        webbrowser.open(made.resolve().as_uri())

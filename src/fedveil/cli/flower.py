@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from fedveil.cli.options import Config, located_here, read_settings, takes_flags
+from fedveil.cli.options import SUGGESTS_COMMANDS, Config, located_here, read_settings, takes_flags
 from fedveil.cli.run import show_ledger_of, show_summary
 from fedveil.cli.tables import aside, console, listed, plainly, table
 
@@ -35,6 +35,7 @@ flower = typer.Typer(
     epilog="Start with: fedveil flower init app · fedveil flower up · fedveil flower run app",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    suggest_commands=SUGGESTS_COMMANDS,
 )
 
 
@@ -96,6 +97,9 @@ def up(
     ),
     data: Path | None = typer.Option(None, "--data", help="Python file with client(number), for homes made now."),
     keys: Path | None = typer.Option(None, "--keys", help="Folder made by `fedveil keys`, for homes made now."),
+    authority: bool = typer.Option(
+        False, "--authority", help="One node more, of a key authority (hybridalpha); for trials: it is yours, too."
+    ),
     as_root: bool = typer.Option(False, "--as-root", help="Run as root, although submitted code then runs as root."),
     shared: bool = typer.Option(
         False,
@@ -133,7 +137,15 @@ def up(
         try:
             with working("starting a SuperLink and its nodes"):
                 cluster = Cluster(
-                    folder, nodes=nodes, tls=tls, port=port, data=data, keys=keys, shared=shared, say=aside
+                    folder,
+                    nodes=nodes,
+                    tls=tls,
+                    port=port,
+                    data=data,
+                    keys=keys,
+                    shared=shared,
+                    authority=authority,
+                    say=aside,
                 )
                 cluster.start()
             try:
@@ -375,6 +387,9 @@ def client(
     simulation: bool = typer.Option(
         False, "--simulation", help="Take part in runs with a seed, whose secrets the server can predict."
     ),
+    authority: bool = typer.Option(
+        False, "--authority", help="No client: a key authority (hybridalpha), with the number after the last client's."
+    ),
     show: bool = typer.Option(False, "--show", help="Make nothing: say what the client of this home accepts."),
 ) -> None:
     """Make a client's home: who it is, which data it trains on, and what it agrees to; and say what that is.
@@ -409,6 +424,7 @@ def client(
         models=model,
         require=parse_required(require),
         simulation=simulation,
+        authority=authority,
     )
     plainly(f"wrote {written}")
     _show_terms(home)

@@ -63,7 +63,7 @@ def inspect(
     from fedveil.downlink import Rescaling, draw_for
     from fedveil.downlink.export import verified
     from fedveil.downlink.scales import UNROTATED, coverage, pinned
-    from fedveil.downlink.symmetry import FAMILIES
+    from fedveil.downlink.symmetry import FAMILIES, STEP_BY_STEP
     from fedveil.errors import ConfigError, spelled, unknown_name
     from fedveil.own_code import typed
     from fedveil.plain import parse_model_options
@@ -108,8 +108,11 @@ def inspect(
     if public_start:
         covered = nothing_hidden(covered)
     shape = tuple(example.shape[1:])
+    trains = "client_optimiser" in info.options and not (head_noise or stream_rotations)
+    steps = [name for name, families in STEP_BY_STEP.items() if trains and family in families]
     if json:
-        data = {"model": model, "input_shape": list(shape), "public_start": public_start, **covered.as_data()}
+        about = {"model": model, "input_shape": list(shape), "public_start": public_start, "local_training": steps}
+        data = {**about, **covered.as_data()}
         typer.echo(json_module.dumps(data, indent=2))
         return
     rows = [(p.name, "×".join(map(str, p.shape)), _sides(p, family), _share(p, family)) for p in covered.parameters]
@@ -131,6 +134,12 @@ def inspect(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"
         )
+    if trains:
+        ways = [
+            f"by {name}" if name in steps else f"by {name} with {spelled('family', families[0])}"
+            for name, families in STEP_BY_STEP.items()
+        ]
+        plainly(f"local training: {'; '.join(ways if steps else ['none, one gradient a round', *ways])}")
     if covered.unrotated:
         plainly(WARNING + UNROTATED)
     if covered.guessed:

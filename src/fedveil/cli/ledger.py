@@ -109,6 +109,9 @@ def ledger(
     cohort: str | None = typer.Option(
         None, help="Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)", rich_help_panel=_ASKED
     ),
+    sampling_rate: float | None = typer.Option(
+        None, help="Instead: each client takes part in each round with this probability.", rich_help_panel=_ASKED
+    ),
     samples: int = typer.Option(600, help="Samples of a client, on average.", rich_help_panel=_ASKED),
     size_ratio: float = typer.Option(1.0, help="Largest client's samples over the smallest's.", rich_help_panel=_ASKED),
     sizes: str | None = typer.Option(None, help="Instead: every client's, like 480,600.", rich_help_panel=_ASKED),
@@ -170,6 +173,7 @@ def ledger(
         samples=counts,
         rounds=rounds,
         cohort=None if cohort is None else flag.cohort_of(cohort),
+        sampling_rate=sampling_rate,
         batch_size=batch_size,
         options={
             **given.pop("options", {}),
@@ -199,7 +203,9 @@ def _numbers(text: str) -> list[int]:
 def show_plan(answer: Planned, *, samples: Sequence[int]) -> None:
     """The noise, then the ledger; `samples` are the clients'."""
     who = f"{answer.clients:,} clients"
-    if answer.cohort < answer.clients:
+    if answer.sampling_rate is not None:
+        who += f", each in a round with probability {answer.sampling_rate:g}, in {answer.participations} at most"
+    elif answer.cohort < answer.clients:
         who += f", {answer.cohort:,} in a round, each in {answer.participations} at most"
     if answer.exact is not None and answer.paper is not None:
         _show_noise(answer, answer.exact, answer.paper, who, samples)

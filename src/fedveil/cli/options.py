@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,8 @@ Wandb = Annotated[
     ),
 ]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these settings; flags win.")]
+SUGGESTS_COMMANDS = not hasattr(sys.modules[typer.BadParameter.__module__], "NoSuchCommand")
+"""Whether typer suggests the nearest command: with this exception click does it already, and it would be said twice."""
 _ALONE = ("--tensorboard", "--mlflow", "--wandb")
 
 

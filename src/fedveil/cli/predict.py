@@ -8,7 +8,7 @@ import typer
 
 from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, percent, plainly
-from fedveil.errors import unknown_name
+from fedveil.errors import ConfigError, unknown_name
 
 
 def export(
@@ -38,6 +38,12 @@ def export(
     named = flag.own_code(model=model).get("model")
     if form not in _FORMATS:
         raise unknown_name("format", form, _FORMATS)
+    meant = _OF_SUFFIX.get(out.suffix.lower(), form)
+    if meant != form:
+        raise ConfigError(
+            f"{out} is named like a file of --format {meant}, but --format is {form}. Say --format {meant}, "
+            "or give --out another name."
+        )
     with working("exporting"):
         if form == "torch":
             folded = export_torch(run, out, model=named, say=aside)
@@ -64,6 +70,7 @@ def export(
 
 
 _FORMATS = ("fedveil", "torch", "onnx")
+_OF_SUFFIX = {".onnx": "onnx", ".pt": "torch", ".pth": "torch", ".safetensors": "fedveil"}
 
 
 def predict(

@@ -93,6 +93,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         beside = f" ({judged.constant_answer}: {shown(judged.primary, constant)})"
     because = f", {summary['loss_because']}" if "loss_because" in summary else ""
     rows = [("scheme", summary["scheme"]), ("loss", summary["loss"] + because), ("rounds", str(summary["rounds"]))]
+    if "skipped_rounds" in summary:
+        rows.append(("rounds skipped", f"{summary['skipped_rounds']}: too few were drawn, and nobody was asked"))
     if "failed_rounds" in summary:
         rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
     if "stopped" in summary:

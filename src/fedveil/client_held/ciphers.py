@@ -268,6 +268,11 @@ class PaddedSum:
         """Have the survivors reveal."""
         return self._masks.open(self.masked, gathered, self._context)
 
+    @property
+    def spoilers(self) -> tuple[int, ...]:
+        """Who has dealt shares of its mask that cannot be opened."""
+        return self.masked.spoilers
+
     def total(self) -> Tensor:
         """The sum, masks off, pads on."""
         return torch.from_numpy(self.masked.words().view(np.int64))

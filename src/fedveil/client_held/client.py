@@ -66,8 +66,7 @@ class UnreadableError(ProtocolError):
 
 class HolderRole(Participant):
     """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
-    makes it from a secret of the group, where there is one; `told` is a digest of what local work is told besides.
-    """
+    makes it from a secret of the group, where there is one."""
 
     @property
     def _keeps(self) -> Callable[..., Keeper]:
@@ -81,11 +80,9 @@ class HolderRole(Participant):
         start: Held,
         optimiser: Optimiser,
         first: First | None = None,
-        told: str = "",
         **own: Unpack[ClientTerms],
     ) -> None:
         super().__init__(scheme, architecture, **own)
-        self._told = told
         self._uplink = parallel(scheme)
         self._keeper = self._keeps(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
@@ -209,9 +206,9 @@ class HolderRole(Participant):
         which = {"round": context.round, "attempt": context.attempt, "size": size}
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
-            pending = Pending(context.round, context.attempt, contribution, winners, self._told)
+            pending = Pending(context.round, context.attempt, contribution, winners, self._told.hex())
             return self._upload(state, context, pending, self._transcript(state, pending))
-        pending = Pending(context.round, context.attempt, contribution, told=self._told)
+        pending = Pending(context.round, context.attempt, contribution, told=self._told.hex())
         state = replace(state, pending=pending)
         indices = uplink.chosen(contribution, client=state.client, secrets=self._secrets, **which)
         if uplink.ballots is None:

@@ -126,7 +126,8 @@ def found(
 
 
 def join(state: ClientState, request: Join, private: Request | None) -> tuple[ClientState, Joined]:
-    """Client side: open the invitation; a member of one group does not change over to another within a run."""
+    """Client side: open the invitation; a member of one group, once it has answered a round, does not change over to
+    another within the run."""
     from fedveil.crypto.keys import unseal
 
     if not isinstance(private, Invitation):
@@ -138,7 +139,9 @@ def join(state: ClientState, request: Join, private: Request | None) -> tuple[Cl
     except (ValueError, RecursionError) as reason:
         raise ProtocolError("a group's secrets are malformed") from reason
     own = state.group
-    if own is not None and own.run == group.run and own.fingerprint() != group.fingerprint():
+    # Before that nothing lies under the group's key, and the first founder may have dealt everybody another one.
+    used = own is not None and own.run == group.run == state.ran
+    if own is not None and used and own.fingerprint() != group.fingerprint():
         raise ProtocolError(
             f"client {state.client} is a member of this run's group and was invited to another: somebody on the way "
             "plays two groups against each other"
@@ -192,12 +195,17 @@ class Gathering:
         self.refused: dict[int, Refusal] = {}
 
     def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, None]:
-        """Have everybody of `clients` who is not yet a member let in, by whoever answers first."""
-        newcomers = tuple(client for client in clients if client not in self.members)
-        if not newcomers:
-            return
-        candidates = [client for client in self.members if client in clients] or [*self.members] or list(newcomers)
-        for founder in candidates[:_FOUNDERS_TRIED]:
+        """Have everybody of `clients` who is not yet a member let in, by whoever answers first; those who could not
+        follow that invitation, by another."""
+        tried: set[int] = set()
+        while len(tried) < _FOUNDERS_TRIED:
+            newcomers = tuple(client for client in clients if client not in self.members)
+            members = [client for client in self.members if client in clients] or [*self.members]
+            candidates = [client for client in members or newcomers if client not in tried]
+            if not (newcomers and candidates):
+                return
+            founder = candidates[0]
+            tried.add(founder)
             founding = _Founding(founder, newcomers, self._keys)
             answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)
             self.refused.update({} if answer is None else answer.refused)
@@ -205,22 +213,24 @@ class Gathering:
                 return
 
     def _invited(self, reply: Founded, invited: Mapping[int, bytes]) -> Generator[Ask, Gathered | None, bool]:
-        """Whether anybody joined whom the founder invited; a founder whom nobody follows founds nothing."""
+        """Whether everybody joined whom the founder invited, but for who is away; a founder whom nobody follows founds
+        nothing."""
         founder, fingerprint = reply.client, to_bytes(reply.fingerprint)
         if self.members and fingerprint != self._fingerprint:
             self.refused[founder] = Refusal(Code.PROTOCOL, "a member answered for another group than this run's")
             return False
         each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
         joined: tuple[int, ...] = ()
+        declined = False
         if invited:
             answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint, invited), each=each)
             assert answer is not None
             self.refused.update(answer.refused)
-            joined = answer.arrived
+            joined, declined = answer.arrived, bool(answer.refused)
             if not joined:
                 return False
         if founder not in self.members:
             self.members.append(founder)
             self.public, self._fingerprint = to_bytes(reply.public), fingerprint
         self.members += joined
-        return True
+        return not declined

@@ -15,17 +15,25 @@ The run is `roles/server.py`'s (epochs, cohorts, the privacy target); what is as
     Finish → Finished    after the last round: the last sums
 
 What the server keeps: how far the run has come (`RelayState`); the latest Aggregate and the version of the model that
-it leads to; which version each client holds, as far as it has said; who was sent the latest sums; and who lent a model
-that nobody could use, so that it is asked last.
+it leads to; which version each client holds, as far as it has said; whose uploads are in the latest sums, and who of
+them has said that it cannot read these; and who lent a model that nobody could use, so that it is asked last.
 
-What is taken back: sums that most of those who were sent them refuse with `Code.UNREADABLE`, and that nobody has moved
-by, are given up, and the run goes on from the version before. A client that refuses for any other reason has no quarrel
-with the sums, and a few cannot undo them while the others are away, who may have moved already.
+What is taken back: sums that most of those whose uploads are in them refuse with `Code.UNREADABLE`, in whichever rounds
+and whether asked to train or to lend, are given up, and the run goes on from the version before. A client that refuses
+for any other reason has no quarrel with the sums, and a few cannot undo them while the others are away, or are not of a
+round's cohort, who may have moved already.
+
+Who is asked no more (`Code.SPOILT`): whoever says that it has moved by sums which most could not read, since clients
+with the same keys read the same; and whoever has dealt shares of its own mask that nobody could open. Of a sum that
+cannot be read nothing tells who has spoilt it, and nobody is left out to find out: on the same model the sums with and
+without somebody show that one to the spoiler, who alone can read both. So a client that spoils what is under pads, and
+else does as it should, costs two rounds each time, and the third time the others leave (`client_held/client.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -80,7 +88,9 @@ class RelayRole(Conductor):
         self._latest: Aggregate | None = None
         self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
         self._informed: set[int] = set()
+        self._unreadable: set[int] = set()
         self._doubted: set[int] = set()
+        self._barred: dict[int, str] = {}
         self._lender = -1
         # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
         values = architecture.skeleton.state_dict().values()
@@ -90,6 +100,11 @@ class RelayRole(Conductor):
     def standing(self) -> tuple[int, Aggregate | None]:
         """The model's version, and the sums that bring clients to it: what a resumed run must not lose."""
         return self._version, self._latest
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Who takes no part because of the size it claims, or since it has spoilt a round, and why."""
+        return {**super().left_out, **self._barred}
 
     def bring_up_to_date(self) -> Steps:
         """Have everybody move by the latest sums now, between two rounds."""
@@ -112,10 +127,13 @@ class RelayRole(Conductor):
         """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
         behind = [client for client in clients if not self._up_to_date(client)]
         lenders = self._lenders() if behind else []
-        # Whoever lent a model that nobody could use comes last.
-        for lender in sorted(lenders, key=lambda client: client in self._doubted)[:_LENDERS_TRIED]:
+        # Whoever lent a model that nobody could use comes last, and so does who has none to lend by its own word.
+        doubted = self._doubted | self._unreadable
+        for lender in sorted(lenders, key=lambda client: client in doubted)[:_LENDERS_TRIED]:
             loan = Loan(self._version, lender, most=self._largest_loan)
-            yield Ask((lender,), Lend(self._version, self._latest), loan)
+            answer = yield Ask((lender,), Lend(self._version, self._latest), loan)
+            assert answer is not None
+            self._unreadable.update(unreadable(answer.refused))
             if loan.sealed is not None:
                 self._holding[lender] = self._version
                 self._lender = lender
@@ -124,7 +142,7 @@ class RelayRole(Conductor):
 
     def _lenders(self) -> list[int]:
         """Who has a model to lend."""
-        return [client for client in self._group.members if self._up_to_date(client)]
+        return [client for client in self._group.members if self._up_to_date(client) and client not in self._barred]
 
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         loans = yield from self._loans(able)
@@ -143,16 +161,38 @@ class RelayRole(Conductor):
         self.state.round += 1
         if any(self._holding.get(client) != self._version for client in loans):
             self._doubted.add(self._lender)
-        if failed and 2 * len(heard.unreadable) > sum(client not in loans for client in able):
-            self._take_back()
+        self._unreadable.update(unreadable(heard.refused))
+        if failed:
+            heard.name(self._given_up())
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
+            self._unreadable = set()
         yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
 
-    def _take_back(self) -> None:
-        """Give up sums that nobody could read: whoever was sent them still holds the model before them."""
-        if self._latest is not None and self._version not in self._holding.values():
-            self._latest, self._version, self._informed = None, self._version - 1, set()
+    def _given_up(self) -> dict[int, Refusal]:
+        """Take the latest sums back where most of those they are made of could not read them; gives who says otherwise.
+
+        Whoever was lent a model that such sums are said to lead to has been deceived, and is of no more use either: it
+        does not go back to an earlier version.
+        """
+        if self._latest is None or 2 * len(self._unreadable & self._informed) <= len(self._informed):
+            return {}
+        moved = [client for client, version in self._holding.items() if version == self._version]
+        self._latest, self._version, self._informed = None, self._version - 1, set()
+        self._unreadable = set()
+        return self._bar(moved, "says that it has moved by a sum that most clients could not read")
+
+    def _bar(self, clients: Sequence[int], why: str) -> dict[int, Refusal]:
+        """Ask these no more in this run."""
+        if clients and self._introductions is not None:
+            self._introductions.leave_out(clients)
+        self._barred.update(dict.fromkeys(clients, why))
+        self._holding.update(dict.fromkeys(clients, _BEHIND))
+        text = f"it {why}, and takes no further part"
+        return {client: Refusal(Code.SPOILT, text, came=True) for client in clients}
+
+    def _check_sums(self, sums: Aggregate) -> None:
+        """Refuse sums that cannot be what clients sent, as far as the server can tell (ProtocolError)."""
 
     def _sums(
         self, context: RoundContext, able: tuple[int, ...], loans: Mapping[int, Request], heard: _Heard
@@ -183,7 +223,10 @@ class RelayRole(Conductor):
             few = f"{len(heard.arrived)} of {len(context.cohort)} uploads arrived"
             raise ProtocolError(f"{few}: a sum of so few would show one of them to the others") from reason
         yield from self._opened(total, heard)
-        return total.aggregate(self._version + 1, heard.arrived)
+        with self._blaming(total, heard):
+            sums = total.aggregate(self._version + 1, heard.arrived)
+        self._check_sums(sums)
+        return sums
 
     def _vote(
         self,
@@ -207,7 +250,8 @@ class RelayRole(Conductor):
             self._heard(heard, gathered, began=True)
             if heard.arrived:
                 yield from self._opened(ballots, heard)
-                counts = ballots.total()
+                with self._blaming(ballots, heard):
+                    counts = ballots.total()
         if not heard.arrived:
             raise ProtocolError("no vote arrived")
         # The cohort stays: a graph among those alone who have voted would be one of the server's choosing.
@@ -223,6 +267,14 @@ class RelayRole(Conductor):
             heard.also(answer)
             phase = total.open(answer)
 
+    @contextmanager
+    def _blaming(self, total: DividedSum | PaddedSum, heard: _Heard) -> Iterator[None]:
+        """Whoever keeps a sum from being opened is asked no more."""
+        try:
+            yield
+        finally:
+            heard.name(self._bar(total.spoilers, "has dealt shares of its mask that cannot be opened"))
+
     def _heard(self, heard: _Heard, gathered: Gathered | None, *, began: bool) -> None:
         assert gathered is not None
         heard.take(gathered)
@@ -231,7 +283,7 @@ class RelayRole(Conductor):
 
     def _finish(self) -> Steps:
         """Bring everybody's model up to date."""
-        members = tuple(self._group.members)
+        members = tuple(client for client in self._group.members if client not in self._barred)
         loans = yield from self._loans(members)
         able = tuple(client for client in members if client in loans or self._up_to_date(client))
         if able:
@@ -239,6 +291,13 @@ class RelayRole(Conductor):
             gathered = yield Ask(able, farewell, Farewells(self._version, able), each=loans)
             assert gathered is not None
             self._holding.update(dict.fromkeys(gathered.arrived, self._version))
+            self._unreadable.update(unreadable(gathered.refused))
+            self._given_up()
+
+
+def unreadable(refused: Mapping[int, Refusal]) -> list[int]:
+    """Who refused because of sums; whoever refuses for another reason has no quarrel with them."""
+    return [client for client, refusal in refused.items() if refusal.code is Code.UNREADABLE]
 
 
 class _Heard:
@@ -247,7 +306,7 @@ class _Heard:
     def __init__(self, cohort: tuple[int, ...]) -> None:
         self._cohort = cohort
         self.last = Gathered((), {}, cohort, 0, 0)
-        self._refused: dict[int, Refusal] = {}
+        self.refused: dict[int, Refusal] = {}
         self._down = self._up = 0
 
     @property
@@ -255,10 +314,9 @@ class _Heard:
         """Who answered the last phase, in order."""
         return tuple(sorted(self.last.arrived))
 
-    @property
-    def unreadable(self) -> list[int]:
-        """Who refused because of sums; whoever refuses for another reason has no quarrel with them."""
-        return [client for client, refusal in self._refused.items() if refusal.code is Code.UNREADABLE]
+    def name(self, spoilers: Mapping[int, Refusal]) -> None:
+        """Whose uploads are not taken, and why."""
+        self.refused.update(spoilers)
 
     def take(self, gathered: Gathered) -> None:
         """A phase in which clients send something of their own."""
@@ -267,15 +325,15 @@ class _Heard:
 
     def also(self, gathered: Gathered) -> None:
         """A phase that opens what was sent before."""
-        self._refused.update(gathered.refused)
+        self.refused.update(gathered.refused)
         self._down += gathered.bytes_down
         self._up += gathered.bytes_up
 
     def gathered(self) -> Gathered:
         """The round as one phase."""
-        arrived = self.arrived
-        missing = tuple(client for client in self._cohort if client not in arrived and client not in self._refused)
-        return Gathered(arrived, self._refused, missing, self._down, self._up)
+        arrived = tuple(client for client in self.arrived if client not in self.refused)
+        missing = tuple(client for client in self._cohort if client not in arrived and client not in self.refused)
+        return Gathered(arrived, self.refused, missing, self._down, self._up)
 
 
 class Votes(Inbox[Vote]):
@@ -314,6 +372,11 @@ class DividedSum(Inbox[Divided]):
     def open(self, gathered: Gathered) -> Ask | None:
         """The next phase before clients can read the hidden sum."""
         return None if self._hidden is None else self._hidden.open(gathered)
+
+    @property
+    def spoilers(self) -> tuple[int, ...]:
+        """Who has dealt shares of its mask that cannot be opened."""
+        return self._hidden.spoilers if isinstance(self._hidden, PaddedSum) else ()
 
     def aggregate(self, version: int, contributors: tuple[int, ...]) -> Aggregate:
         """Both sums, ready to be passed on."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.compare.grid import Report, cores, run_grid
+from fedveil import schemes as registry
+from fedveil.compare.grid import Report, besides, complete, cores, run_grid
 from fedveil.compare.plan import (
     CellEvent,
     CellProgress,
@@ -18,6 +19,7 @@ from fedveil.compare.plan import (
     check_unchanged,
     label_of,
     planned,
+    preset_of,
     read_results,
     results_of,
     write_results,
@@ -50,8 +52,9 @@ class Comparison:
 
     @property
     def failed(self) -> list[CellProgress]:
-        """The cells that failed."""
-        return [cell for cell in self.standings if cell.state == "failed"]
+        """The cells that failed; under a preset, which has everything in it, not those of schemes that cannot do it."""
+        failed = [cell for cell in self.standings if cell.state == "failed"]
+        return [cell for cell in failed if self.plan.preset is None or not cell.cannot]
 
 
 def compare(
@@ -62,6 +65,8 @@ def compare(
     jobs: int | None = None,
     resume: bool = False,
     only: Mapping[str, Mapping[str, Any]] | None = None,
+    preset: str | None = None,
+    audit: bool | None = None,
     tracked: Tracked | None = None,
     say: Say = lambda text: None,
     watch: Callable[[Sequence[CellProgress], CellEvent | None], None] = lambda standings, event: None,
@@ -79,6 +84,10 @@ def compare(
         resume: Keep finished runs and continue others from their checkpoints; schemes, seeds and settings are those of
             before unless they are given.
         only: Settings of single schemes, {"nadp": {"lr": 3}}.
+        preset: papers: every scheme there is under one setting, which other settings go over, each with what it
+            declares for itself, which `only` goes over; those whose cipher takes too long are trained under masks, and
+            it is timed by itself.
+        audit: Whether to attack every run, quickly; by default where a preset does.
         tracked: Trackers that follow each run.
         say: Gets remarks, a line each.
         watch: Sees all cells whenever something happens to one.
@@ -96,7 +105,7 @@ def compare(
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1 (got {jobs}).")
     folder = Path(out)
-    plan = _plan(folder, schemes, seeds, only, settings, resume=resume, say=say)
+    plan = _plan(folder, schemes, seeds, only, settings, preset=preset, audit=audit, resume=resume, say=say)
     for cell in plan.cells:
         check_unchanged(cell, folder)
     tracked = tracked or Tracked()
@@ -107,7 +116,7 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     standings = tuple(CellProgress(cell) for cell in plan.cells)
     for progress in standings:
-        _take_finished(progress, folder)
+        _take_finished(progress, folder, plan)
 
     def write() -> dict[str, Any]:
         results = results_of(plan, standings)
@@ -122,6 +131,8 @@ def compare(
             "folder": str(folder / progress.cell.folder),
             "title": progress.cell.name,
             "tracked": dataclasses.asdict(tracked.within(progress.cell.folder)),
+            "twin": plan.twin(progress.cell.scheme),
+            "audit": plan.audit,
         }
 
     def take(progress: CellProgress, report: Report) -> None:
@@ -157,8 +168,11 @@ def _event(progress: CellProgress, report: Report) -> CellEvent:
     if kind == "round":
         progress.take(report["row"])
         return CellEvent(progress, "round")
+    if kind == "stage":
+        progress.state = report["stage"]
+        return CellEvent(progress, "round")
     if kind == "done":
-        progress.finish(report["summary"])
+        progress.finish(report["summary"], report["besides"])
     else:
         further = "; see workers.log. The run can go on from its last checkpoint: --resume." if "died" in report else ""
         progress.fail(report["reason"] + further, code=report["code"])
@@ -172,6 +186,8 @@ def _plan(
     only: Mapping[str, Mapping[str, Any]] | None,
     settings: Mapping[str, Any],
     *,
+    preset: str | None,
+    audit: bool | None,
     resume: bool,
     say: Say,
 ) -> Plan:
@@ -183,20 +199,42 @@ def _plan(
             )
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder} holds other files: give another --out.")
-        return planned(schemes or DEFAULT_SCHEMES, seeds=seeds or DEFAULT_SEEDS, settings=settings, only=only or {})
+        chosen = None if preset is None else preset_of(preset)
+        names = schemes or (DEFAULT_SCHEMES if chosen is None else [info.name for info in registry.schemes()])
+        audit = chosen is not None and chosen.audit if audit is None else audit
+        base = {} if chosen is None else chosen.settings
+        return planned(
+            names,
+            seeds=seeds or DEFAULT_SEEDS,
+            settings={**base, **settings, **({"record": True} if audit else {})},
+            only=_merged({} if chosen is None else chosen.only(names), only or {}),
+            preset=preset,
+            audit=audit,
+        )
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
     stored["common"] = as_before(stored["common"])
     own = vouched_settings(stored["common"], settings, where=str(file), say=say)
     named = {**{name: name for name in stored["schemes"]}, **{label_of(one): one for one in schemes or ()}}
+    begun: str | None = stored.get("preset")
+    if preset is not None and preset != begun:
+        raise ConfigError(f"The comparison in {folder} was not started with this preset: leave it out.")
+    declared: dict[str, dict[str, Any]] = {}
+    if begun is not None:
+        chosen = preset_of(begun)
+        if not schemes:  # also those that have come since
+            named |= {info.name: info.name for info in registry.schemes() if info.name not in named}
+        declared = chosen.only([name for label, name in named.items() if label not in stored["schemes"]])
     plan = planned(
         list(named.values()),
         seeds=list(dict.fromkeys([*stored["seeds"], *(seeds or ())])),
         settings={**stored["common"], **settings, **own},
-        only={**stored["only"], **(only or {})},
+        only={**_merged(declared, stored["only"]), **(only or {})},
         where=str(file),
         resumed=True,
+        preset=begun,
+        audit=bool(stored.get("audit")) if audit is None else audit,
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
     if differ:
@@ -207,14 +245,20 @@ def _plan(
     return plan
 
 
-def _take_finished(progress: CellProgress, out: Path) -> None:
+def _merged(below: Mapping[str, Mapping[str, Any]], over: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings of single schemes, one set over the other."""
+    return {name: {**below.get(name, {}), **over.get(name, {})} for name in {**below, **over}}
+
+
+def _take_finished(progress: CellProgress, out: Path, plan: Plan) -> None:
     file = out / progress.cell.folder / "summary.json"
     if not file.exists():
         return
     try:
         summary = RunFolder(file.parent).summary() or {}
         ledger_from(summary["ledger"], where=str(file)).line(SERVER)
-        progress.finish(summary, kept=True)
+        if complete(file.parent, twin=bool(plan.twin(progress.cell.scheme)), audit=plan.audit):
+            progress.finish(summary, besides(file.parent), kept=True)
     except (CheckpointError, KeyError, StopIteration) as reason:
         raise CheckpointError(f"{file} is damaged: remove it, and the run goes on from its checkpoint.") from reason
 

@@ -30,9 +30,10 @@ from typing import Any, TypeVar
 from fedveil import framing
 from fedveil.config import RunConfig
 from fedveil.errors import FedVeilError, ProtocolError
-from fedveil.processes import ChildDiedError, ChildProcess, channel, python
+from fedveil.plain import read_named
+from fedveil.processes import ChildDiedError, ChildProcess, channel, processor_seconds, python
 from fedveil.runs.callbacks import Callback
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import RunFolder, write_atomically
 
 # --- a process that does one cell after the other: jobs come in as frames, reports go out as frames
 #
@@ -73,22 +74,33 @@ def _work(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Tell], dict[st
 
 
 class _Reporter(Callback):
-    """Tells of every round."""
+    """Tells of every round, and notes what processors have spent on it: on a shared machine the clock counts others."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
+        self.spent: list[float] = []
+        """Seconds of processors after every round, from the first on."""
+        self._before = 0.0
 
     def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
         """Where the run stands."""
+        self._before = processor_seconds()
         self._tell({"kind": "begin", "round": rows[-1]["round"] if rows else 0})
 
     def round(self, row: dict[str, Any]) -> None:
         """A round's figures."""
+        self.spent.append(processor_seconds() - self._before)
         self._tell({"kind": "round", "row": row})
 
 
+COST = "cost.json"
+SLICE: dict[str, Any] = {"dataset": "digits", "model": "mlp", "model_options": {"depth": 2, "width": 8}, "rounds": 2}
+"""What a cipher is timed on that takes too long to train with: a network of 610 parameters, whose second round, when
+keys are made, is scaled to the model's size."""
+
+
 def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Train one cell of a comparison, from its beginning or from its checkpoint."""
+    """Train one cell of a comparison, from its beginning or from its checkpoint; then attack it and time its cipher."""
     from fedveil.own_code import OwnCode
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
@@ -98,16 +110,101 @@ def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     folder = RunFolder(job["folder"])
     tracked = trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)
-    follow: list[Callback] = [_Reporter(tell), *tracked]
+    reporter = _Reporter(tell)
+    follow: list[Callback] = [reporter, *tracked]
     config = RunConfig.from_mapping(job["config"], where=job["title"])
     # Named by whoever started the comparison; no file says that.
     own = {name: OwnCode(getattr(config, name)) for name in job["own"]}
     config = config.with_changes(**own)
-    if folder.config_file.exists():
-        summary = session.resume(folder.path, changes=own, quiet=True, say=say, follow=follow)
-    else:
-        summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
-    return {"summary": summary}
+    if (summary := folder.summary()) is None:
+        if folder.config_file.exists():
+            summary = session.resume(folder.path, changes=own, quiet=True, say=say, follow=follow)
+        else:
+            summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
+        if reporter.spent:
+            _note_cost(folder.path, {"seconds": reporter.spent[-1] / len(reporter.spent) * summary["rounds"]})
+    if job["twin"] and "slice" not in _cost(folder.path):
+        tell({"kind": "stage", "stage": "timing"})
+        _time_slice(config, job["twin"], folder.path, summary)
+    if job["audit"] and not _audited(folder.path):
+        tell({"kind": "stage", "stage": "auditing"})
+        _attack(folder.path, own, say)
+    return {"summary": summary, "besides": besides(folder.path)}
+
+
+def besides(folder: Path) -> dict[str, Any]:
+    """What stands beside a finished run's summary: what it cost, and what attackers got."""
+    from fedveil.audit.findings import at_a_glance, finding_from, read_audit
+
+    cost, audit = _cost(folder), _audited(folder)
+    found = {"attacked": at_a_glance(map(finding_from, read_audit(audit)["findings"]))} if audit else {}
+    return {**({"cost": cost} if cost else {}), **found}
+
+
+def complete(folder: Path, *, twin: bool, audit: bool) -> bool:
+    """Whether a finished run has everything beside it that was asked for."""
+    return not (twin and "slice" not in _cost(folder)) and not (audit and not _audited(folder))
+
+
+def _cost(folder: Path) -> dict[str, Any]:
+    file = folder / COST
+    return read_named(file) if file.exists() else {}
+
+
+def _note_cost(folder: Path, cost: Mapping[str, Any]) -> None:
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    content = {**cost, "load": load, "cores": cores()}
+    write_atomically(folder / COST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _audited(folder: Path) -> Path | None:
+    """The audit that is there, if it came to its end."""
+    from fedveil.audit.findings import read_audit
+
+    file = folder / "audit" / "audit.json"
+    return file if file.exists() and read_audit(file).get("adversaries") else None
+
+
+def _attack(folder: Path, own: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Try every attack that does not search for long, in its quick form."""
+    from fedveil.audit.attack import attacks
+    from fedveil.audit.running import audit_run
+
+    quick = [name for name, attack in attacks().items() if not attack.slow]
+    try:
+        audit_run(folder, attacks=quick, quick=True, workers=1, own=own, say=say)
+    except FedVeilError as reason:
+        say(f"warning: no audit: {reason}")
+
+
+def _time_slice(config: RunConfig, twin: Mapping[str, Any], folder: Path, summary: Mapping[str, Any]) -> None:
+    """Time the real cipher under a real key in real rounds of a small network, and scale that to the model's size."""
+    import tempfile
+
+    from fedveil.runs import session
+
+    options = {name: value for name, value in config.scheme_options.items() if name not in twin and value is not None}
+    same = {name: getattr(config, name) for name in ("scheme", "clients", "cohort", "loss", "lr")}
+    quiet = {"checkpoint_every": 0, "evaluate_every": 0}
+    small = RunConfig.from_mapping({**same, **options, **SLICE, **quiet}, where=f"A slice of {config.scheme}")
+    reporter = _Reporter(lambda report: None)
+    with tempfile.TemporaryDirectory(prefix="fedveil-slice-") as scratch:
+        timed = session.run(small, Path(scratch) / "run", quiet=True, follow=[reporter])
+    first, second = reporter.spent
+    times, rounds = summary["parameters"] / timed["parameters"], summary["rounds"]
+    trained = _cost(folder)["seconds"]
+    cost = {
+        "seconds": trained + (second - first) * times * rounds + 2 * first - second,
+        **{way: timed[way] * times for way in ("bytes_up", "bytes_down")},
+        "slice": {
+            "parameters": timed["parameters"],
+            "times": times,
+            "round": second - first,
+            "keys": 2 * first - second,
+            "trained": trained,
+        },
+    }
+    _note_cost(folder, cost)
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fedveil import schemes
+from fedveil.audit.findings import ORDER
 from fedveil.config import RunConfig, as_before, unknown_setting
-from fedveil.errors import CheckpointError, ConfigError, FedVeilError, unknown_name
+from fedveil.errors import CheckpointError, ConfigError, FedVeilError, MissingExtraError, TraceError, unknown_name
 from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.plain import read_named
 from fedveil.runs.folder import ledger_from, write_atomically
@@ -26,6 +27,50 @@ _SHARED = frozenset(
     "scheme seed dataset target task text group site test_fraction validation_fraction split partition alpha ratio "
     "clients simulate_dropout client_test_fraction".split()
 )
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A comparison of everything there is, by name: one setting for all, in which every registered scheme takes part.
+
+    It lists no schemes: what one needs besides, it declares itself (`SchemeInfo.compared`), and so does one whose
+    cipher takes too long to train with (`SchemeInfo.twin`).
+    """
+
+    what: str
+    settings: Mapping[str, Any]
+    audit: bool = True
+
+    def only(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The settings that schemes declare for themselves."""
+        infos = {label_of(name): schemes.find(name) for name in names}
+        return {label: {**info.compared, **info.twin} for label, info in infos.items()}
+
+
+PRESETS = {
+    "papers": Preset(
+        "every scheme there is, on one data set, under one setting, and attacked",
+        {
+            "clients": 10,
+            "rounds": 100,
+            "local_steps": 1,  # the one form that all have: a gradient a round
+            "lr": 0.02,
+            "momentum": 0.9,
+            "true_weight": 5.0,  # of the square loss, which head noise needs: with 1 wide nets hardly begin to train
+            "epsilon": 8.0,
+            "evaluate_every": 10,
+            "checkpoint_every": 20,
+            "workers": 1,
+        },
+    ),
+}
+
+
+def preset_of(name: str) -> Preset:
+    """A preset by name; an unknown name suggests the nearest."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return PRESETS[name]
 
 
 @dataclass(frozen=True)
@@ -57,6 +102,15 @@ class Plan:
     left_out: dict[str, tuple[str, ...]]
     need_square: tuple[str, ...] = ()
     """The schemes for whose sake all train on the square loss."""
+    preset: str | None = None
+    audit: bool = False
+    """Whether every run is attacked, too."""
+
+    def twin(self, scheme: str) -> dict[str, Any]:
+        """Under which options a scheme is trained without its cipher, which is then timed by itself; mostly none."""
+        twin = schemes.find(scheme).twin if self.preset is not None and ":" not in scheme else {}
+        own = self.only.get(scheme, {})
+        return dict(twin) if twin and all(own.get(name) == value for name, value in twin.items()) else {}
 
     def said(self) -> list[str]:
         """On which loss all train, and which settings were left out for which schemes, a line each."""
@@ -87,6 +141,8 @@ def planned(
     only: Mapping[str, Mapping[str, Any]],
     where: str = "The comparison",
     resumed: bool = False,
+    preset: str | None = None,
+    audit: bool = False,
 ) -> Plan:
     """The plan for schemes and seeds; wrong settings are refused, those a scheme does not have left out for it.
 
@@ -142,6 +198,8 @@ def planned(
         cells=tuple(cells),
         left_out=left_out,
         need_square=tuple(needs),
+        preset=preset,
+        audit=audit,
     )
 
 
@@ -232,8 +290,10 @@ def _word(value: object) -> str:
 
 # --- where the cells of a comparison stand, while they run
 
-State = Literal["waiting", "starting", "running", "finished", "kept", "failed"]
+State = Literal["waiting", "starting", "running", "auditing", "timing", "finished", "kept", "failed"]
 OVER = ("finished", "kept", "failed")
+CANNOT = frozenset(kind.exit_code for kind in (ConfigError, TraceError, MissingExtraError))
+"""How a run ends that was refused before it began: settings, network or packages do not fit the scheme."""
 
 
 @dataclass
@@ -251,8 +311,15 @@ class CellProgress:
     bytes_up: float = 0.0
     bytes_down: float = 0.0
     summary: dict[str, Any] | None = None
+    besides: dict[str, Any] = field(default_factory=dict)
+    """What the run cost, and what attackers got from it (`fedveil.compare.grid.besides`)."""
     reason: str = ""
     exit_code: int = 0
+
+    @property
+    def cannot(self) -> bool:
+        """Whether the scheme cannot be trained like this at all."""
+        return self.state == "failed" and self.exit_code in CANNOT and not self.round
 
     @property
     def over(self) -> bool:
@@ -268,10 +335,10 @@ class CellProgress:
         self.seconds += row["seconds"]
         self.bytes_up, self.bytes_down = row["bytes_up"], row["bytes_down"]
 
-    def finish(self, summary: dict[str, Any], *, kept: bool = False) -> None:
+    def finish(self, summary: dict[str, Any], besides: Mapping[str, Any] | None = None, *, kept: bool = False) -> None:
         """Take in the figures of the finished run; `kept`: it was there already."""
         self.state = "kept" if kept else "finished"
-        self.summary = summary
+        self.summary, self.besides = summary, dict(besides or {})
         self.round = summary["rounds"]
         self.loss = summary["train_loss"]
         self._judge(summary)
@@ -309,6 +376,8 @@ def results_of(plan: Plan, standings: Sequence[CellProgress]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "fedveil": __version__,
+        **({} if plan.preset is None else {"preset": plan.preset}),
+        **({"audit": True} if plan.audit else {}),
         "common": plan.common,
         "only": plan.only,
         "left_out": {scheme: list(names) for scheme, names in plan.left_out.items()},
@@ -359,7 +428,7 @@ def _run(progress: CellProgress) -> dict[str, Any]:
     if progress.exit_code:
         run["exit_code"] = progress.exit_code
     if progress.summary is not None:
-        run |= {"privacy": verdicts_of(progress.summary), "summary": progress.summary}
+        run |= {"privacy": verdicts_of(progress.summary), **progress.besides, "summary": progress.summary}
     return run
 
 
@@ -376,7 +445,28 @@ def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
             result["family"] = summaries[0]["family"]
         result |= _judged(summaries)
         result["privacy"] = _weakest([verdicts_of(summary) for summary in summaries])
+        result |= _besides([progress.besides for progress in standings if progress.summary is not None])
+    elif cannot := next((progress.reason for progress in standings if progress.cannot), ""):
+        result["cannot"] = cannot
     return result
+
+
+def _besides(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of what runs cost, and of every asset what the run that was worst off gave away."""
+    costs = [run["cost"] for run in runs if "cost" in run]
+    attacked = [run["attacked"] for run in runs if "attacked" in run]
+    found: dict[str, Any] = {}
+    if costs:
+        figures = {name for name, value in costs[0].items() if isinstance(value, int | float)}
+        means = {name: statistics.fmean(cost[name] for cost in costs) for name in sorted(figures)}
+        found["cost"] = {**costs[0], **means}
+    if attacked:
+        assets = dict.fromkeys(asset for run in attacked for asset in run)
+        found["attacked"] = {
+            asset: min((run[asset] for run in attacked if asset in run), key=lambda one: ORDER.index(one["verdict"]))
+            for asset in assets
+        }
+    return found
 
 
 def _judged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class Intake:
         """Tensors, or samples that are read when they are asked for; ``number`` tells parties apart."""
         if isinstance(samples, TensorDataset) and len(samples.tensors) == 2:
             samples = samples.tensors
+        if hasattr(samples, "to_numpy"):  # it gives its columns one by one, where samples are wanted
+            raise DataError(
+                f"{who} is {type(samples).__name__}, which does not say what is the target. Give (inputs, targets): "
+                "(table[inputs].to_numpy(), table[target].to_numpy())."
+            )
         fetch, rows = self._numbered(samples, who), getattr(samples, "dataset", samples)
         try:
             if fetch is not None:
@@ -385,7 +390,11 @@ def outputs_of(parties: Sequence[Party], task: Task, output: object) -> int:
     if task != "classification":
         widths = {int(columns(party)[1].shape[1]) for party in parties}
         if widths != {outputs}:
-            raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")
+            many = " or ".join(map(str, sorted(widths)))
+            meant = (
+                "" if task == "multilabel" else " Floating-point targets are a regression: of classes, give integers."
+            )
+            raise DataError(f"The model gives {outputs} outputs, the targets have {many} columns.{meant}")
         return outputs
     for client, party in enumerate(parties):
         if isinstance(party, LazySamples):

@@ -30,7 +30,7 @@ from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.data.description import Column, is_missing, is_number
 from fedveil.data.partition import PartRows, Samples, split_rows
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
-from fedveil.errors import ConfigError, DataError, missing_extra, unknown_name
+from fedveil.errors import ConfigError, DataError, missing_extra, spelled, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
 _SAMPLE_ROWS = 20
@@ -224,9 +224,12 @@ def _cells(table: Table, name: str) -> Cells:
 def _target_cells(table: Table, name: str) -> tuple[list[str], Floats | None]:
     """A target column's cells, none of them missing: as they stand, and as numbers where they are."""
     raw = [value.strip() for value in table.columns[name]]
-    for row, value in enumerate(raw):
-        if is_missing(value):
-            raise DataError(f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row.")
+    missing = [row for row, value in enumerate(raw) if is_missing(value)]
+    if missing:
+        more = f" So it is in {len(missing) - 1} more of {len(raw)} rows." if len(missing) > 1 else ""
+        raise DataError(
+            f"{table.place(missing[0])}: the target {name!r} is missing. Fill it in or remove the row.{more}"
+        )
     return raw, _numbers(table, name)
 
 
@@ -414,7 +417,10 @@ def read_tables(path: Path) -> tuple[Table, Fixed | None]:
 
 def _named_columns(table: Table, options: Options, path: Path) -> dict[str, str]:
     if options.target is None:
-        raise ConfigError(f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}.")
+        raise ConfigError(
+            f"{path}: which column is the target? Name it with {spelled('target')}. "
+            f"Columns: {', '.join(table.columns)}."
+        )
     asked = {"target": options.target, "text": options.text, "group": options.group, "site": options.site}
     named = {role: column for role, column in asked.items() if column is not None}
     several = named["target"].split(",") if options.task == "multilabel" else [named["target"]]

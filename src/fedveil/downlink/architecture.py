@@ -11,7 +11,6 @@ client can send them up.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from fedveil.downlink.symmetry import Sources, following
 from fedveil.downlink.trace import NORM_KINDS, norm_paths, trace
 from fedveil.errors import DataError, TraceError
 from fedveil.secrets import SecretStream
-from fedveil.tensors import Layout, flatten
+from fedveil.tensors import Layout, flatten, twin_of
 
 
 @functools.lru_cache(maxsize=1024)
@@ -265,7 +264,7 @@ def _replacement(module: nn.Module, like: Tensor) -> VectorNorm | None:
 
 def with_vector_norms(model: nn.Module) -> nn.Module:
     """A copy of `model` whose normalisation layers take a vector ε (the value stays the same)."""
-    twin = copy.deepcopy(model)
+    twin = twin_of(model)
     floating = (tensor for tensor in (*twin.parameters(), *twin.buffers()) if tensor.is_floating_point())
     like = next(floating, torch.empty(0))
     made: dict[int, VectorNorm] = {}
@@ -397,7 +396,7 @@ class Architecture:
 
     def new_skeleton(self, *, fused: bool = True) -> nn.Module:
         """A fresh skeleton; `fused` picks kernels that autograd can run but torch.func cannot."""
-        twin = copy.deepcopy(self.skeleton)
+        twin = twin_of(self.skeleton)
         for module in twin.modules():
             if isinstance(module, (VectorBatchNorm, VectorGroupNorm)):
                 module.fused = fused
@@ -412,7 +411,7 @@ class Architecture:
 
     def to(self, *, device: torch.device) -> Architecture:
         """The same architecture on another device."""
-        skeleton, trainable = copy.deepcopy(self.skeleton).to(device), self.trainable.to(device)
+        skeleton, trainable = twin_of(self.skeleton).to(device), self.trainable.to(device)
         table = None if self.table is None else self.table.to(device)
         return replace(self, skeleton=skeleton, trainable=trainable, table=table)
 
@@ -426,7 +425,7 @@ def draw(
     which it is traced; `streams`: with rotations of residual streams.
     """
     # A copy: a network may keep something of what it is shown first, and nothing has been shown to this one.
-    table = trace(copy.deepcopy(model), example, family=family, streams=streams) if traced else None
+    table = trace(twin_of(model), example, family=family, streams=streams) if traced else None
     prepared = with_vector_norms(model)
     if table is not None and table.head is not None:
         # The class changes, parameters and names stay: every holder of the layer keeps its reference.
@@ -503,7 +502,7 @@ def assemble(architecture: Architecture, weights: Weights) -> nn.Module:
 
 
 def _emptied(prepared: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(prepared)
+    twin = twin_of(prepared)
     own = _norm_buffers(twin)
     with torch.no_grad():
         for tensors in (twin.parameters(), (b for n, b in twin.named_buffers() if n in own)):

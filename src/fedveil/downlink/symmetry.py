@@ -31,8 +31,12 @@ UNIT = POSITIVE | ISOMETRY
 """Nothing but an order."""
 LIMITS = {"full": 0, "isometry": ISOMETRY, "signed": SPARSE | ISOMETRY}
 FAMILIES = ("scale", "signed", "isometry", "full")
-STEP_BY_STEP = ("signed", "isometry")
-"""T·T* = 1: θ' − η∇L'(θ') = T(θ − η∇L(θ)), also with momentum and weight decay, so that clients may take many steps."""
+STEP_BY_STEP = {"sgd": ("isometry", "signed"), "adam": ("signed",)}
+"""By the clients' optimiser: under which families they may take many steps, the one that hides most first.
+
+T·T* = 1: θ' − η∇L'(θ') = T(θ − η∇L(θ)), also with momentum and weight decay. Adam steps every number by itself, and by
+−x where its gradients are negated: that commutes with T where T moves numbers and changes signs, and not where it mixes
+or scales them."""
 ROTATING = ("isometry", "full")
 """Families with matrices that mix channels."""
 CONDITION = 4.0

@@ -5,7 +5,6 @@ Every node of a captured graph runs on an example batch, and the rules say what 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +54,7 @@ from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
 from fedveil.downlink.symmetry import PINNED
 from fedveil.downlink.tokens import crossed, crossing, layer_name
 from fedveil.errors import TraceError, spelled
+from fedveil.tensors import twin_of
 
 _SHAPE_QUESTIONS = frozenset(
     "size dim numel getattr shape ndim is_floating_point sym_size stride _assert_tensor_metadata".split()
@@ -440,7 +440,7 @@ def walk(model: nn.Module, example: Tensor, *, family: str = "scale", streams: b
     sample = example if len(example) > 1 else example.repeat_interleave(2, 0)  # batch norms need two
     with torch.no_grad(), own_randomness(device), custom_functions_seen() as functions:
         try:
-            truth = seeded(lambda: copy.deepcopy(model)(sample.clone()), device)
+            truth = seeded(lambda: twin_of(model)(sample.clone()), device)
         except Exception as reason:
             raise TraceError(
                 f"The model cannot be run on a batch of shape {tuple(sample.shape)}: {first_line(reason)}. "
@@ -448,11 +448,11 @@ def walk(model: nn.Module, example: Tensor, *, family: str = "scale", streams: b
             ) from reason
         present = sorted(set(functions))
         try:
-            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone(), family, streams), device)
+            tracing, output = seeded(lambda: _walk_fx(twin_of(model), sample.clone(), family, streams), device)
             check_replay(truth, output)
         except Exception as fx_reason:  # fx raises whatever the traced code raises on proxies
             try:
-                tracing, output = seeded(lambda: _walk_exported(copy.deepcopy(model), sample.clone(), family), device)
+                tracing, output = seeded(lambda: _walk_exported(twin_of(model), sample.clone(), family), device)
                 check_replay(truth, output)
             except Exception as reason:  # export raises many kinds of errors; each means the same to a user
                 raise TraceError(

@@ -22,6 +22,7 @@ from fedveil.processes import Copy
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode, size
 from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.parts import Authority
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
 from fedveil.work.held_back import holding_back
@@ -199,7 +200,7 @@ OnAnswer = Callable[[int, int], None]
 
 
 class LocalEngine:
-    """Clients in this process, as an engine.
+    """Clients in this process, as an engine; and the key `authority`, where the scheme has one.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
     `spent` is what clients remember of their earlier spending (μ²), `grouped` of whom they were summed with, `kept`
@@ -219,8 +220,10 @@ class LocalEngine:
         kept: Mapping[int, KeptTensors] | None = None,
         listen: Listen | None = None,
         on_answer: OnAnswer | None = None,
+        authority: Authority | None = None,
     ) -> None:
         self._role = role
+        self._authority = authority
         self._pool = pool
         before, peers = spent or {}, {client: group for group in grouped for client in group}
         self._states = {
@@ -232,6 +235,8 @@ class LocalEngine:
             )
             for data in pool.clients
         }
+        if authority is not None:
+            self._states[authority.seat] = ClientState(authority.seat)
         self._reorder = reorder
         self._absent = absent
         self._listen = listen
@@ -276,19 +281,20 @@ class LocalEngine:
         return Gathered(tuple(arrived), refused, missing, down, up)
 
     def _replies(self, ask: Ask, part: Sequence[int]) -> Iterator[tuple[ClientState, Answer]]:
-        replies = self._role.handle_many(
-            [self._states[client] for client in part],
-            ask.common,
-            [self._pool.clients[client] for client in part],
-            ask.each,
-        )
+        states = [self._states[client] for client in part]
+        if self._authority is not None and list(part) == [self._authority.seat]:
+            replies = self._authority.handle_many(states, ask.common)
+        else:
+            replies = self._role.handle_many(
+                states, ask.common, [self._pool.clients[client] for client in part], ask.each
+            )
         if self._reorder is None:
             return replies
         listed = list(replies)
-        states = {state.client: state for state, _ in listed}
+        by_client = {state.client: state for state, _ in listed}
         failed = [(state, answer) for state, answer in listed if isinstance(answer, FedVeilError)]
         shuffled = self._reorder([answer for _, answer in listed if not isinstance(answer, FedVeilError)])
-        return iter([*failed, *((states[answer.client], answer) for answer in shuffled)])
+        return iter([*failed, *((by_client[answer.client], answer) for answer in shuffled)])
 
 
 # --- clients' local work on several cores: copies of this process, each of which computes units of it

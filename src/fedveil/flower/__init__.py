@@ -18,7 +18,7 @@ process talks to which:
 Who remembers what, and what a kill leaves:
 
     ServerApp   nothing beyond its run folder: checkpoints, and where clients hold the model how far they came
-                (server_app.Standing). A run is resumed by a new ServerApp as the next attempt (messages.Setup).
+                (engine.Standing). A run is resumed by a new ServerApp as the next attempt (messages.Setup).
     SuperLink   its database, the messages on their way included. Restarted, it goes on; the engine asks again.
     ClientApp   nothing. Where a worker dies over a message, it is handed to the next worker, once.
     worker      state/*.sealed in the client's home (client_memory): keys, what was promised, answered and spent. It

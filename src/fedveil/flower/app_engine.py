@@ -23,12 +23,12 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish
 from fedveil.downlink.messages import Recovered
 from fedveil.engine import ClientPool
-from fedveil.errors import Code, ProtocolError
-from fedveil.flower.app_held import AppRelay, Standing
+from fedveil.errors import Code
+from fedveil.flower.app_held import AppRelay
 from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, metrics_of, no_model
 from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
-from fedveil.flower.engine import FlowerEngine
+from fedveil.flower.engine import FlowerEngine, Standing
 from fedveil.flower.messages import Told
 from fedveil.flower.mod import METRICS, MOST_NAME, NAMES, VERSION
 from fedveil.protocol.messages import Train
@@ -165,7 +165,7 @@ class Course:
         events: Events,
         state: ServerState | None = None,
         journal: Callable[[Job, ServerState], PrivacyJournal] = lambda job, state: PrivacyJournal(job),
-        standing: Standing | None = None,
+        standing: Standing[AppSetup] | None = None,
     ) -> None:
         self.agreed = agreed_app(setup)
         self.state = ServerState.fresh(no_model()[1].clone()) if state is None else state
@@ -203,7 +203,7 @@ class Course:
         return self._setup.first == "server"
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> Standing[AppSetup] | None:
         """What a resumed run must not lose, where clients hold the model."""
         return Standing(self._setup, Finish(*self._role.standing)) if isinstance(self._role, AppRelay) else None
 
@@ -216,9 +216,8 @@ class Course:
         """Have clients end the earlier attempt, under its own keys; whoever is not known to have is lent the model."""
         if self._standing is None:
             return
-        role, ask = self._carrying(form), self._standing.ask()
-        done = self.engine.gather(ask, self._standing.setup)
-        role.miss([client for client in ask.to if client not in done.arrived])
+        role = self._carrying(form)
+        role.miss(self.engine.bring_up_to_date(self._standing))
 
     def bring_up_to_date(self, form: ArrayRecord) -> None:
         """Have clients move by the latest sums."""
@@ -278,10 +277,7 @@ class Course:
             return None
         if not self.agreed.work.behind:  # every client weighs the same, and nothing is there to read
             return torch.empty(0, dtype=torch.float64), float(len(done.aggregate.contributors))
-        try:
-            sums = role.read(done.aggregate)
-        except ProtocolError:  # rubbish: clients refuse it, too
-            return None
+        sums = role.read(done.aggregate)
         weight = float(sums[-1])
         return (sums[:-1] / weight, weight) if weight > 0 else None
 

@@ -19,27 +19,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from safetensors.numpy import save
 from torch import Tensor
 
 from fedveil.client_held.client import HolderRole, Keeper
-from fedveil.client_held.messages import Borrowed, Finish
-from fedveil.client_held.server import Farewells, RelayRole
+from fedveil.client_held.messages import Borrowed
+from fedveil.client_held.server import RelayRole
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Recovered
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.flower.app_setup import AgreedApp, AppModel, AppSetup, FormError, Step, no_model
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.messages import Aggregate, Request
-from fedveil.protocol.phases import Ask
 from fedveil.roles.server import Mover, Optimiser
 from fedveil.runs.folder import write_atomically
 from fedveil.tensors import raw
@@ -104,13 +103,6 @@ def write_model(path: Path, arrays: ArrayRecord) -> None:
 
 
 # --- a client
-
-
-def told_with(content: RecordDict, kind: str) -> str:
-    """The digest of what an app is told besides its arrays' numbers: everybody must be told the same."""
-    told: dict[str, Any] = {**content.config_records, **content.metric_records}
-    listed = [kind, sorted(content.array_records), *((name, sorted(told[name].items())) for name in sorted(told))]
-    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def begun(row: Tensor, remembered: Tensor) -> Held:
@@ -230,20 +222,6 @@ class AppRelay(RelayRole):
         """The sum of what stands behind the updates."""
         return self._uplink.bare(aggregate, samples=len(aggregate.asked))  # everybody has announced one
 
-
-@dataclass(frozen=True, eq=False)
-class Standing:
-    """What an attempt has left: `farewell` brings its clients to the model's last version, under its own keys."""
-
-    setup: AppSetup
-    farewell: Finish
-
-    @property
-    def reached(self) -> int:
-        """The model's version, counted through all attempts."""
-        return self.setup.start + self.farewell.version
-
-    def ask(self) -> Ask:
-        """Have everybody move to it."""
-        everybody = tuple(range(int(self.setup.settings["clients"])))
-        return Ask(everybody, self.farewell, Farewells(self.farewell.version, everybody))
+    def _check_sums(self, sums: Aggregate) -> None:
+        if self._work.behind and float(self.read(sums)[-1]) < 0:
+            raise ProtocolError("the uploads' weights add up to less than nothing", code=Code.IMPLAUSIBLE)

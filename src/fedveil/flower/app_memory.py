@@ -7,6 +7,9 @@ taken under a lock for the whole of a message, and on disk before anything is co
     $FOLDER/lock           held while a message is answered; the next one waits
     $FOLDER/state/         sealed: a file for each run and phase, and what was spent in all of them (`client_memory`)
     $FOLDER/epochs/        how often each was written: files that were put back from a backup are refused
+
+What is remembered of a run is deleted once nothing has come of it for `protect(keep_days=…)`; what was spent is not,
+nor the number that says that the run was there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from pathlib import Path
 
 import torch
 from flwr.app import Context
-from torch import Tensor
 
 from fedveil.client_held.messages import Finish
 from fedveil.errors import Code, FedVeilError, ProtocolError
@@ -155,13 +157,12 @@ class AppMemory:
             return False
         return known.base == self._setup.start + farewell.version
 
-    def model(self) -> tuple[Tensor, int]:
+    def model(self) -> tuple[Held, int]:
         """The model that this attempt's training has left here, and its version through all attempts."""
         known = self._stored.recall(f"{self._setup.lineage}.train", device=_CPU)
         if known is None or known.state.held is None or known.attempt != self._setup.attempt:
             raise ProtocolError("an evaluation was asked for of a model that is not here")
-        held = known.state.held
-        return held.weights.parameters, known.base + held.version
+        return known.state.held, known.base + known.state.held.version
 
     def keep(self, state: ClientState) -> None:
         """Have a state on disk, and book what it has spent; `state.spent` is of this run alone."""

@@ -12,17 +12,14 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedveil.client_held.messages import Finish
-from fedveil.errors import CheckpointError, ProtocolError
 from fedveil.flower import messages
 from fedveil.flower.app_engine import Course
-from fedveil.flower.app_held import Standing
 from fedveil.flower.app_setup import AppSetup
-from fedveil.framing import pack, unpack
+from fedveil.flower.engine import Standing, read_progress
+from fedveil.framing import pack
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger
-from fedveil.protocol.codec import decode, encode
-from fedveil.runs.folder import write_atomically
+from fedveil.runs.folder import RunFolder, write_atomically
 from fedveil.runs.privacy_journal import ledger_of
 from fedveil.schemes.on_updates import SLOTS
 
@@ -132,10 +129,11 @@ def written(path: Path, ledger: Ledger, rows: Sequence[Mapping[str, Any]]) -> No
 
 # --- how far a protected app's run has come, on disk: the last round's arrays, and what its strategy remembers
 
+PROGRESS = "app.state"
+"""The file of a run's folder that says how far it has come."""
 _REMEMBERED = ("m_t", "v_t", "momentum_vector")
 """What Flower's own strategies keep from round to round, besides the arrays themselves."""
 _TYPE = "numpy.ndarray"
-_FAREWELL = "farewell"
 Memory = dict[str, Any]
 
 
@@ -152,7 +150,7 @@ class AppProgress:
     memory: Memory = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
     uncovered: tuple[str, ...] = ()
-    standing: Standing | None = None
+    standing: Standing[AppSetup] | None = None
 
     @staticmethod
     def of(
@@ -162,7 +160,7 @@ class AppProgress:
         round: int,
         nodes: Sequence[int],
         uncovered: Iterable[str],
-        standing: Standing | None = None,
+        standing: Standing[AppSetup] | None = None,
     ) -> AppProgress:
         """What is to be kept of a run."""
         kept = {name: getattr(strategy, name) for name in _REMEMBERED if getattr(strategy, name, None) is not None}
@@ -189,35 +187,34 @@ class AppProgress:
             record = ArrayRecord({key: Array(np.asarray(array)) for key, array in named.items()})
             facts["memory"][name] = {"list": listed, "arrays": _described(record, name, parts)}
         if self.standing is not None:
-            facts["setup"], parts[_FAREWELL] = self.standing.setup.to_text(), encode(self.standing.farewell)
+            self.standing.put_into(facts, parts)
         write_atomically(path, pack(facts, parts))
 
     @staticmethod
     def read(path: Path) -> AppProgress | None:
         """What was kept; None where no round has ended yet."""
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            facts, parts = unpack(content)
+
+        def kept(facts: dict[str, Any], parts: dict[str, bytes]) -> AppProgress:
             memory: Memory = {}
             for name, said in dict(facts["memory"]).items():
                 if name not in _REMEMBERED:
                     raise ValueError(name)
-                kept = {key: array.numpy() for key, array in _restored(said["arrays"], name, parts).items()}
-                memory[name] = list(kept.values()) if said["list"] else kept
+                own = {key: array.numpy() for key, array in _restored(said["arrays"], name, parts).items()}
+                memory[name] = list(own.values()) if said["list"] else own
             nodes, uncovered = tuple(map(int, facts["nodes"])), tuple(map(str, facts["uncovered"]))
             arrays = _restored(facts["arrays"], "arrays", parts)
-            standing = None
-            if "setup" in facts:
-                farewell = decode(parts[_FAREWELL])
-                if not isinstance(farewell, Finish):
-                    raise ValueError(_FAREWELL)
-                standing = Standing(AppSetup.parse(facts["setup"]), farewell)
+            standing = Standing.found_in(facts, parts, AppSetup.parse) if "setup" in facts else None
             return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered, standing)
-        except (ProtocolError, KeyError, ValueError, TypeError, AttributeError) as reason:
-            raise CheckpointError(f"{path} is damaged: the run cannot be resumed from it.") from reason
+
+        return read_progress(path, kept, damaged="the run cannot be resumed from it.")
+
+
+def going_on(folder: RunFolder) -> list[Path]:
+    """What only going on with a finished run needs; where the server holds the model, it is the model itself, and
+    stays."""
+    path = folder.path / PROGRESS
+    progress = AppProgress.read(path)
+    return [] if progress is None or progress.standing is None else [path]
 
 
 def _described(record: ArrayRecord, where: str, parts: dict[str, bytes]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -12,18 +13,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedveil.config import RunConfig
 from fedveil.downlink import Architecture, Weights, draw
-from fedveil.errors import Code, ConfigError, ProtocolError, unknown_option
+from fedveil.errors import Code, ConfigError, ProtocolError, spelled, unknown_option
 from fedveil.flower.messages import Told, is_count
 from fedveil.protocol.directory import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import attended
-from fedveil.schemes.on_updates import HELD, PADS, SLOTS, AppUpdate, fitted, scheme_info
+from fedveil.schemes.on_updates import HELD, PADS, SLOTS, AppUpdate, fewest, fitted, scheme_info
 from fedveil.schemes.registry import Setting
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import make_loss
@@ -211,6 +212,11 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
     for name, most in (("clients", _MOST_CLIENTS), ("rounds", _MOST_ROUNDS)):
         if getattr(config, name) > most:
             raise ConfigError(f"{name} = {getattr(config, name):,} is more than a protected app's run has: {most:,}.")
+    if config.sampling_rate is not None:
+        raise ConfigError(
+            f"{spelled('sampling_rate')} is none of a protected app's settings: its strategy says how many clients "
+            "a round has."
+        )
     if config.cohort is not None and config.clients * config.rounds > _MOST_DRAWN:
         raise ConfigError(
             f"clients × rounds = {config.clients * config.rounds:,} is more than cohorts are drawn for in a protected "
@@ -234,6 +240,23 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
     public = held and setup.first == "server"
     scheme = fitted(scheme, size=setup.size, slots=setup.slots, public=public)
     return AgreedApp(config, scheme, cohort, Step(setup.strategy, setup.numbers))
+
+
+def told_of(config: RunConfig) -> dict[str, Any]:
+    """What clients are told of a run's settings: what is not a default."""
+    names = ("scheme", "clients", "cohort", "rounds", "secrets")
+    given = {**{name: getattr(config, name) for name in names}, **config.scheme_options}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def covered_by(scheme: str, options: Mapping[str, Any], clients: int | None) -> Metrics:
+    """What becomes of figures where nobody says; a mistake in the options is named at once."""
+    least = max(clients or 0, fewest(scheme), 3)
+    config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
+    tried = AppSetup("0" * 32, 0, "train", told_of(config), 1, "drop", "", form="-", first="server")
+    agreed = agreed_app(tried)
+    agreed.scheme.uplink.prepare()
+    return "average" if agreed.scheme.plan is None else "drop"
 
 
 @lru_cache(maxsize=1)
@@ -291,6 +314,30 @@ class AppModel:
             arrays[name] = Array(np.asarray(numbers.astype(kept) if kept.kind == "f" else numbers))
             place += count
         return ArrayRecord(arrays)
+
+
+def told_with(message: Message, context: Context, *more: bytes) -> bytes:
+    """The digest of all that an app is told: the message's type and records, arrays with their numbers included, and
+    the run's configuration, which is the SuperLink's word.
+
+    Masks are bound to it. A server that told all but one to learn nothing, or gave that one another model, would read
+    it off the sum.
+    """
+    content = message.content
+    told: dict[str, Any] = {**content.config_records, **content.metric_records}
+    listed = [
+        message.metadata.message_type,
+        sorted(context.run_config.items()),
+        *((name, sorted(told[name].items())) for name in sorted(told)),
+    ]
+    digest = hashlib.sha256(b"fedveil app told 1" + repr(listed).encode())
+    for name, record in sorted(content.array_records.items()):
+        for key, array in record.items():
+            digest.update(repr((name, key, array.dtype, tuple(array.shape), array.stype, len(array.data))).encode())
+            digest.update(array.data)
+    for part in more:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:

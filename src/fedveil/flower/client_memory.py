@@ -26,7 +26,8 @@ _KEY_BYTES = 32
 _EPOCH_BYTES = 8
 _RUN, _START, _SPENT = "run on Flower", "model a run begins with", "privacy spent in all runs"
 _PROMISE = "promise of a run"
-_OF_A_RUN = re.compile(r"([0-9a-f]{32})\.(?:run|promise|start)\.sealed")
+_OF_A_RUN = re.compile(r"([0-9a-f]{32}(?:\.(?:train|evaluate))?)\.(?:run|promise|start)\.sealed")
+"""Of a protected app training and evaluations are runs of the protocol by themselves."""
 _DAY = 86_400.0
 _REMEDIES = {
     _RUN: "Going on from it would use masks and noise a second time: this client stays out of that run, as it does "
@@ -183,13 +184,15 @@ class Memory:
         return written
 
     def prune(self, *, days: float, spare: str = "") -> list[str]:
-        """Delete what is remembered of runs, but not of `spare`, that nothing was written of for `days`; returns which.
+        """Delete what is remembered of runs, but not of `spare` (its evaluations included), that nothing was written of
+        for `days`; returns which.
 
         Their numbers in epochs/ stay, so that such a run is missed and never taken up again as a new one. What was
         spent in all runs together belongs to none of them.
         """
         latest = time.time() - _DAY * days
-        over = [lineage for lineage, written in self.runs().items() if written < latest and lineage != spare]
+        old = [lineage for lineage, written in self.runs().items() if written < latest]
+        over = [lineage for lineage in old if lineage.partition(".")[0] != spare]
         for lineage in over:
             self.keep_start(lineage, None)
             for part in ("promise", "run"):

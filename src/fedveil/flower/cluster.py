@@ -57,6 +57,8 @@ class ClusterMemory:
     port: int
     nodes: int
     tls: bool
+    authority: bool = False
+    """Whether the last of the nodes is a key authority's."""
     registered: list[int] = field(default_factory=list)
     network: int | None = None
     """The process that holds the cluster's own network; None: it is in the machine's."""
@@ -114,10 +116,11 @@ class Places:
                 f"No cluster is up in {self.folder}. Start one with `fedveil flower up` in another terminal, name its "
                 "folder with --folder, or a SuperLink elsewhere with --superlink."
             )
-        if known.nodes != clients:
+        nodes = known.nodes - known.authority
+        if nodes != clients:
             raise ConfigError(
-                f"The run has {clients} clients, but the cluster in {self.folder} has {known.nodes} nodes: give "
-                f"--clients {known.nodes}, or start the cluster with --nodes {clients}."
+                f"The run has {clients} clients, but the cluster in {self.folder} has {nodes} nodes: give "
+                f"--clients {nodes}, or start the cluster with --nodes {clients}."
             )
 
     def answers(self, cluster: ClusterMemory) -> bool:
@@ -308,14 +311,16 @@ class Cluster:
         data: str | Path | None = None,
         keys: str | Path | None = None,
         shared: bool = False,
+        authority: bool = False,
         deadline: float = 120.0,
         say: Say = lambda text: None,
     ) -> None:
-        """`data` and `keys` (a folder made by `fedveil keys`) go into client homes that do not exist yet."""
+        """`data` and `keys` (a folder made by `fedveil keys`) go into client homes that do not exist yet. With an
+        `authority` there is one node more, of a key authority."""
         if nodes < 1:
             raise ConfigError(f"A cluster needs at least one node (got {nodes}).")
         self.places = Places(folder)
-        self.nodes, self.tls, self.shared = nodes, tls, shared
+        self.nodes, self.tls, self.shared, self.authority = nodes + authority, tls, shared, authority
         self._port, self._data, self._keys = port, data, keys
         self._deadline, self._say = deadline, say
         self._open = contextlib.ExitStack()
@@ -403,7 +408,12 @@ class Cluster:
         # A database that is gone has forgotten its nodes.
         registered = before.registered if before is not None and places.database.exists() else []
         self._remembered = ClusterMemory(
-            port=port, nodes=self.nodes, tls=self.tls, registered=registered, network=network
+            port=port,
+            nodes=self.nodes,
+            tls=self.tls,
+            authority=self.authority,
+            registered=registered,
+            network=network,
         )
         places.remember(self._remembered)
         if not places.secret.exists():
@@ -420,6 +430,7 @@ class Cluster:
                 create_home(
                     places.home(node),
                     client=node,
+                    authority=self.authority and node == self.nodes - 1,
                     data=self._data,
                     roster=keys and keys / "roster.toml",
                     identity=keys and keys / f"client-{node}.key",

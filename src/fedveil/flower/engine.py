@@ -1,4 +1,8 @@
-"""Fetching replies from Flower, so that no reply can hold up another."""
+"""The protocol's phases over Flower's Grid: replies are fetched so that none can hold up another.
+
+Where clients hold the model, the sums of the last round are on their way to them only with the next one. They are kept
+(`Standing`), and given to clients first when the run is resumed.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,73 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedveil.client_held.messages import Finish
+from fedveil.client_held.server import Farewells
 from fedveil.crypto.keys import Roster
 from fedveil.engine.local import Listen, folded
-from fedveil.errors import Code, ProtocolError, Refusal
+from fedveil.errors import CheckpointError, Code, ProtocolError, Refusal
 from fedveil.flower.client_app import HEADER, ONE_PIECE, PARTS, in_array, parts_of
 from fedveil.flower.commands import Events
 from fedveil.flower.messages import Present, RollCall, Told, check_present, refusal_of
+from fedveil.framing import unpack
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.phases import Ask, Gathered, Heard
+
+_Setup = TypeVar("_Setup", bound=Told)
+_Read = TypeVar("_Read")
+_FAREWELL = "farewell"
+
+
+@dataclass(frozen=True, eq=False)
+class Standing(Generic[_Setup]):
+    """What an attempt has left where clients hold the model: `farewell` brings them to its last version, under the keys
+    of `setup`'s attempt."""
+
+    setup: _Setup
+    farewell: Finish
+
+    @property
+    def reached(self) -> int:
+        """The model's version, counted through all attempts."""
+        return self.setup.start + self.farewell.version
+
+    def put_into(self, facts: dict[str, Any], parts: dict[str, bytes]) -> None:
+        """Have it among what is written of a run."""
+        facts["setup"], parts[_FAREWELL] = self.setup.to_text(), encode(self.farewell)
+
+    @staticmethod
+    def found_in(
+        facts: Mapping[str, Any], parts: Mapping[str, bytes], parse: Callable[[str], _Setup]
+    ) -> Standing[_Setup]:
+        """What was put there."""
+        farewell = decode(parts[_FAREWELL])
+        if not isinstance(farewell, Finish):
+            raise ValueError(_FAREWELL)
+        return Standing(parse(facts["setup"]), farewell)
+
+
+def read_progress(
+    path: Path, read: Callable[[dict[str, Any], dict[str, bytes]], _Read], *, damaged: str
+) -> _Read | None:
+    """What was written of how far a run has come; None where no round has ended yet."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return read(*unpack(content))
+    except (ProtocolError, KeyError, ValueError, TypeError, AttributeError) as reason:
+        raise CheckpointError(f"{path} is damaged: {damaged}") from reason
+
 
 _LOOK = 0.05
 _STUCK = 2.0
@@ -199,6 +254,10 @@ class FlowerEngine:
             who = ", ".join(map(str, absent))
             self._events.note("absent", f"the run begins without clients {who}", clients=absent)
 
+    def has(self, client: int) -> bool:
+        """Whether a node has said that it is this client."""
+        return client in self._node_of
+
     def gather(self, ask: Ask, setup: Told | None = None) -> Gathered:
         """One phase: ask everybody who can be reached, fold the replies, and say what came of it."""
         reach = self._reached(ask.to)
@@ -223,6 +282,14 @@ class FlowerEngine:
             self._note("missing", client, f"client {client} is missing ({what})", number)
         down = len(common) * len(reach) + sum(map(len, each.values()))
         return Gathered(tuple(arrived), phase.refused, missing, down, phase.up)
+
+    def bring_up_to_date(self, standing: Standing[Any]) -> tuple[int, ...]:
+        """Give everybody the last sums of an earlier attempt, under its own keys; returns who is not known to have
+        them, and has to be lent the model."""
+        everybody = tuple(range(self._clients))
+        ask = Ask(everybody, standing.farewell, Farewells(standing.farewell.version, everybody))
+        done = self.gather(ask, standing.setup)
+        return tuple(client for client in everybody if client not in done.arrived)
 
     def _hear(self, heard: Heard) -> None:
         if self._listen is not None:

@@ -50,6 +50,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "device": str,
     "simulation": bool,
     "record": bool,
+    "authority": bool,
     "require": dict,
 }
 
@@ -70,6 +71,7 @@ class Home:
     device: str = "cpu"
     keep_days: float = 180.0
     max_runs: int = 256
+    authority: bool = False
     require: Mapping[str, Accepted] = field(default_factory=dict)
 
     @property
@@ -121,6 +123,7 @@ class Home:
             device=given.get("device", "cpu"),
             keep_days=float(given.get("keep_days", Home.keep_days)),
             max_runs=given.get("max_runs", Home.max_runs),
+            authority=given.get("authority", False),
             require=read_required({name.replace("-", "_"): value for name, value in require.items()}, where=str(where)),
         )
 
@@ -139,7 +142,12 @@ class Home:
                 f"Leave the seed out, or write simulation = true into {self.path / SETTINGS}"
             )
         check_terms(config, self.require, where=str(self.path / SETTINGS))
-        if not 0 <= self.client < config.clients:
+        if self.authority and self.client != config.clients:
+            raise RequiredError(
+                f"this is number {self.client}, the key authority of {self.client} clients, and the run has "
+                f"{config.clients}"
+            )
+        if not self.authority and not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model
         if model not in CATALOGUE:
@@ -158,6 +166,7 @@ class Home:
             *terms_of(self.require, where=SETTINGS),
             Term("model", f"those of `fedveil models`; own architectures: {own}", SETTINGS),
             Term("simulations", simulated, SETTINGS),
+            *([Term("role", "key authority: it draws keys, and has no data", SETTINGS)] if self.authority else []),
             Term("own record", "of what it sees, under records/" if self.record else "none", SETTINGS),
             Term("runs", f"{self.max_runs} kept, each for {self.keep_days:g} days after its last message", SETTINGS),
         ]
@@ -201,9 +210,11 @@ def create_home(
     models: Sequence[str] = (),
     require: Mapping[str, Required | Sequence[Required]] | None = None,
     simulation: bool = False,
+    authority: bool = False,
 ) -> Path:
     """A home for one client, with client.toml in it; returns that file. Nothing is overwritten.
 
+    Or, as `authority`, for a key authority, whose number is the one after the last client's.
     Files are named as seen from here; a file inside the home is written down relative to it.
     """
     folder = Path(folder).expanduser().resolve()
@@ -228,6 +239,7 @@ def create_home(
         models=f"models = {json.dumps(list(models))}" if models else '# models = ["net.py:make"]',
         require=_requirements(require or {}),
         simulation=toml_of(simulation),
+        authority=toml_of(authority),
         keep_days=Home.keep_days,
         max_runs=Home.max_runs,
     )
@@ -275,6 +287,10 @@ client = {client}  # this client's number in the federation
 # Whether this client takes part in simulations: runs whose secrets follow from a seed that the server knows, so that
 # nothing is protected.
 simulation = {simulation}
+
+# Whether this is no client but the key authority of schemes that have one (hybridalpha). It has no data; its number is
+# the one after the last client's, and nobody who runs the server may run it.
+authority = {authority}
 
 # Whether this client keeps, under records/, what passes between it and the server in the first three rounds and the
 # last, for audits. (That a server records is forbidden by `record = false` under [require].)

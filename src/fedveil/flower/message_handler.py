@@ -27,11 +27,13 @@ from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.parts import Authority
 from fedveil.protocol.phases import Heard
-from fedveil.roles.client import ClientRole, ClientTerms
+from fedveil.roles.client import ClientRole, ClientTerms, Participant
 from fedveil.runs.job import Agreed, ModelFacts, agreed, device_of, drawn, dtype_of, secret_epsilon
 from fedveil.runs.model_file import save_model
 from fedveil.runs.recipe import augmentation_of
+from fedveil.runs.terms import RequiredError
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work.held_back import holding_back
 from fedveil.work.messages import ClientData
@@ -39,16 +41,17 @@ from fedveil.work.messages import ClientData
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """A client's role and data in one attempt at a run.
+    """A client's role and data in one attempt at a run; of a key authority, which has neither data nor a model, the
+    role alone.
 
     `start` is the model it begins with, where it holds one, unless that follows from a secret of the group (`hidden`).
     """
 
     config: RunConfig
     facts: ModelFacts
-    role: ClientRole | HolderRole
-    architecture: Architecture
-    data: ClientData
+    role: ClientRole | HolderRole | Authority
+    architecture: Architecture | None
+    data: ClientData | None
     start: Held | None
     common: Agreed
     hidden: bool = False
@@ -66,6 +69,8 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     config = home.accepts(config)
     facts = _facts(config, setup.facts)
     common = agreed(config, clients=config.clients, task=facts.task, outputs=facts.outputs)
+    if home.authority:
+        return _authority(home, config, facts, common)
     augment = augmentation_of(config, facts.input_shape, text=facts.vocabulary is not None)
     data = replace(own_data(config, facts, client=home.client, loader=home.data), augment=augment)
     if config.client_test_fraction is not None:
@@ -110,6 +115,18 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         **own,
     )
     return Side(config, facts, holder, architecture, data, begin, common, hidden)
+
+
+def _authority(home: Home, config: RunConfig, facts: ModelFacts, common: Agreed) -> Side:
+    """The side of a key authority: no data, and no model."""
+    assert config.seed is not None
+    drawn = config.simulated_secrets
+    source: SecretSource = SeededSecrets(config.seed).branch("authority") if drawn else OsSecrets()
+    identities = None if home.identity is None else {home.client: home.identity}
+    role = common.scheme.uplink.authority_role(secrets=source, roster=home.roster, identities=identities)
+    if role is None:
+        raise RequiredError(f"this is a key authority, and {config.scheme} has none")
+    return Side(config, facts, role, None, None, None, common)
 
 
 def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
@@ -232,7 +249,11 @@ class MessageHandler:
             self._latest = (setup.lineage, replace(begun_with, promise=promise))
 
         try:
-            answers = side.role.handle_many([now.state], request, [side.data], told, promised=promised)
+            if isinstance(side.role, Participant):
+                assert side.data is not None
+                answers = side.role.handle_many([now.state], request, [side.data], told, promised=promised)
+            else:
+                answers = side.role.handle_many([now.state], request)
             state, answer = next(iter(answers))
         except BaseException as reason:
             if now is begun_with:
@@ -286,7 +307,7 @@ class MessageHandler:
         return self._side[1]
 
     def _recorder(self, setup: Setup, side: Side) -> Listen | None:
-        if not self._home.record:
+        if not self._home.record or side.architecture is None:
             return None
         from fedveil.runs.folder import own_recorder  # which a client that records nothing does not need
 
@@ -357,7 +378,7 @@ class MessageHandler:
     def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
         """The model that this client holds, as a file of its own."""
         held = state.held
-        if held is None:
+        if held is None or side.architecture is None:
             return
         folder = self._home.kept_models
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -382,6 +403,7 @@ def _long_finished(setup: Setup, known: Remembered, request: Finish) -> bool:
 
 def _check_name(setup: Setup, state: ClientState, request: Request) -> None:
     """Hold a run's name to what this client was told: keys, masks and signatures are bound to the name."""
+    request = getattr(request, "directory", request)
     if not isinstance(request, (Hello, Directory)):
         return
     if not request.run.startswith(setup.name):

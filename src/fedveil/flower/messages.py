@@ -44,6 +44,11 @@ class Told:
     lineage: str
     attempt: int
 
+    @property
+    def start(self) -> int:
+        """The version of the model that clients begin with, where they hold it."""
+        return 0
+
     def to_text(self) -> str:
         """As it travels."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
@@ -183,7 +188,9 @@ TEXTS: dict[Code, str] = {
     Code.PROTOCOL: "it was asked for something that the protocol does not allow at this point",
     Code.UNREADABLE: "a sum cannot be read: what it was sent does not open to numbers that clients could have sent",
     Code.IMPLAUSIBLE: "it was shown more than honest clients can send",
+    Code.SPOILT: "it was told that it has spoilt a round for everybody",
     Code.JUMPED: "a round has made the loss on its samples jump",
+    Code.WITHHELD: "it gives no key for such a sum, or has given one for this round already",
     Code.ENDED: "it takes no further part: its own limits would be exceeded",
     Code.SETTINGS: "it cannot work with the run's settings",
     Code.REQUIRED: "the run's settings are not those that its owner requires",

@@ -30,8 +30,8 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, told_with, write_model
-from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
+from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
+from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name, written
 from fedveil.flower.app_setup import (
     AgreedApp,
     AppModel,
@@ -44,6 +44,7 @@ from fedveil.flower.app_setup import (
     no_model,
     only_arrays,
     only_metrics,
+    told_with,
     update_between,
     weight_in,
 )
@@ -99,6 +100,7 @@ def protect(
     home: str | Path | None = None,
     first: Callable[[Context], ArrayRecord] | None = None,
     models: str | Path | None = None,
+    keep_days: float = 180.0,
 ) -> Mod:
     """A mod that lets updates leave an app under protection alone.
 
@@ -118,27 +120,33 @@ def protect(
             one client that is asked for them; the others are lent them, sealed.
         models: Where clients hold the model: a folder where each node writes it, as `node-….safetensors`; a file
             that the machine's owner names with `--node-config 'fedveil-model="…"'` takes its place.
+        keep_days: Days after a run's last message until what the node remembers of it is deleted. What it has spent
+            stays, and that it took part: a server that takes the run up again later is refused.
 
     Returns:
         The mod, for `ClientApp(mods=[…])`: first in the list, so that others see what the app sees.
 
     Raises:
-        ConfigError: A setting to require that does not exist.
+        ConfigError: A setting to require that does not exist, or days that cannot be.
     """
+    if not 0 < keep_days < math.inf:
+        raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
     known = {*(setting.name for setting in fields(RunConfig)), *_APPS_OWN}
     for name in require or {}:
         if name not in known:
             raise unknown_name("setting to require:", name, known)
-    own = _Own(first, None if models is None else Path(models))
+    own = _Own(first, None if models is None else Path(models), keep_days)
     return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home), own)
 
 
 @dataclass(frozen=True, eq=False)
 class _Own:
-    """What a client has of its own where clients hold the model: what makes the first one, and where copies go."""
+    """What a client has of its own: how long it remembers a run and, where clients hold the model, what makes the first
+    one, and where copies go."""
 
     first: Callable[[Context], ArrayRecord] | None
     models: Path | None
+    keep_days: float
 
     def made(self, context: Context, setup: AppSetup, step: Step) -> Held:
         """The model that a run begins with, by this client's own code."""
@@ -236,17 +244,28 @@ class _Protection:
         # As many samples as it has votes: what an update weighs travels with it.
         data = ClientData(asked.client, torch.zeros(1, 0), torch.zeros(1))
         with held(folder) as stored:
+            with written(folder):
+                old = stored.prune(days=self._own.keep_days, spare=setup.lineage)
+            for name in old:
+                _LOG.info("run %s: nothing came for %g days, its state is deleted", name, self._own.keep_days)
             memory = AppMemory(stored, folder, setup)
             if isinstance(asked.request, Finish) and memory.long_finished(asked.request):
                 return _answer(Finished(asked.client, asked.request.version), told)
             own = memory.entered(asked.client)
+            working = isinstance(asked.request, (Train, Begin))
+            judged = memory.model() if working and agreed.config.scheme in HELD and not agreed.work.held else None
+            # Of a model that is here, and did not come with the message, masks are bound to what has made it.
+            made_by = () if judged is None else (str(judged[1]).encode(), judged[0].transcript)
+            bound = told_with(message, context, *made_by) if working else b""
 
             def trained(row: Tensor) -> Tensor:
-                if agreed.config.scheme in HELD:
-                    _give(message.content, asked, *((row, None) if agreed.work.held else memory.model()))
+                if judged is not None:
+                    _give(message.content, asked, judged[0].weights.parameters, judged[1])
+                elif agreed.work.held:
+                    _give(message.content, asked, row, None)
                 return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
 
-            role = self._role(agreed, asked, message, context, policy=policy, trained=trained)
+            role = self._role(agreed, asked, message, context, policy=policy, told=bound, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
             before = memory.spent
@@ -281,11 +300,12 @@ class _Protection:
         context: Context,
         *,
         policy: Policy | None,
+        told: bytes,
         trained: Callable[[Tensor], Tensor],
     ) -> Participant:
         """The client's side of the protocol; where clients hold the model, with what it is to begin with."""
         if not agreed.work.held:
-            return ClientRole(agreed.training(trained), no_model()[0], policy=policy)
+            return ClientRole(agreed.training(trained), no_model()[0], policy=policy, told=told)
         setup, request, made = asked.setup, asked.request, None
         start = behind(setup.size, agreed.step)
         if setup.start == 0 and setup.first == "client" and isinstance(request, Lend):
@@ -297,7 +317,6 @@ class _Protection:
             record = only_arrays(message.content)
             check_form(record, setup)
             start = first_model(record, agreed.step)
-        told = told_with(message.content, message.metadata.message_type)
         return AppHolder(agreed, start, trained=trained, first=made, told=told, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:

@@ -1,8 +1,4 @@
-"""How far a run has come whose model lives with its clients: what the server keeps so that no round is lost.
-
-The sums of the last round are on their way to the clients only with the next one. They are kept here, and given to the
-clients first when the run is resumed.
-"""
+"""FedVeil's own app on the server's side: one run, from the app's configuration to the summary in its folder."""
 
 from __future__ import annotations
 
@@ -20,20 +16,18 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 
 from fedveil.client_held.messages import Finish
-from fedveil.client_held.server import Farewells, RelayRole
+from fedveil.client_held.server import RelayRole
 from fedveil.config import RunConfig
 from fedveil.engine import ClientPool
-from fedveil.errors import CheckpointError, ConfigError, FedVeilError, ProtocolError
+from fedveil.errors import CheckpointError, ConfigError, FedVeilError
 from fedveil.flower import messages
 from fedveil.flower.app_folder import Extras, merged_settings, settings_of
 from fedveil.flower.commands import Events, tell
-from fedveil.flower.engine import FlowerEngine
+from fedveil.flower.engine import FlowerEngine, Standing, read_progress
 from fedveil.flower.home import described
 from fedveil.flower.messages import Setup
-from fedveil.framing import pack, unpack
+from fedveil.framing import pack
 from fedveil.own_code import typed
-from fedveil.protocol.codec import decode, encode
-from fedveil.protocol.phases import Ask
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row, Say
 from fedveil.runs.folder import RunFolder, chosen, recorder_for, write_atomically
@@ -55,58 +49,37 @@ from fedveil.runs.session import continue_in, train_into
 
 
 @dataclass(frozen=True, eq=False)
-class RelayProgress:
+class RelayProgress(Standing[Setup]):
     """After `round` rounds clients hold, or will with `farewell`, what `setup`'s attempt has brought them to.
 
     `row` are the last round's metrics, which may not have been written yet.
     """
 
     round: int
-    setup: Setup
-    farewell: Finish
     row: dict[str, Any]
-
-    @property
-    def reached(self) -> int:
-        """The model's version, counted through all attempts."""
-        return self.setup.start + self.farewell.version
 
     @staticmethod
     def of(role: RelayRole, setup: Setup, *, round: int, row: dict[str, Any]) -> RelayProgress:
         """How far a relay has come."""
-        return RelayProgress(round, setup, Finish(*role.standing), row)
+        return RelayProgress(setup, Finish(*role.standing), round, row)
 
     def write(self, path: Path) -> None:
         """Replace what was kept."""
-        facts = {"round": self.round, "setup": self.setup.to_text(), "row": self.row}
-        write_atomically(path, pack(facts, {"farewell": encode(self.farewell)}))
+        facts: dict[str, Any] = {"round": self.round, "row": self.row}
+        parts: dict[str, bytes] = {}
+        self.put_into(facts, parts)
+        write_atomically(path, pack(facts, parts))
 
     @staticmethod
     def read(path: Path) -> RelayProgress | None:
         """What was kept; None where no round has ended yet."""
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            facts, parts = unpack(content)
-            farewell = decode(parts["farewell"])
-            assert isinstance(farewell, Finish)
-            return RelayProgress(int(facts["round"]), Setup.parse(facts["setup"]), farewell, dict(facts["row"]))
-        except (ProtocolError, KeyError, ValueError, AssertionError) as reason:
-            raise CheckpointError(
-                f"{path} is damaged: the run cannot be resumed. Its clients have their models (in their own folders)."
-            ) from reason
 
+        def kept(facts: dict[str, Any], parts: dict[str, bytes]) -> RelayProgress:
+            found = Standing.found_in(facts, parts, Setup.parse)
+            return RelayProgress(found.setup, found.farewell, int(facts["round"]), dict(facts["row"]))
 
-def bring_up_to_date(engine: FlowerEngine, standing: RelayProgress, *, clients: int) -> tuple[int, ...]:
-    """Give everybody the last sums of the earlier attempt, under its own keys; returns who is not known to have them,
-    and has to be lent the model."""
-    farewell = standing.farewell
-    everybody = tuple(range(clients))
-    ask = Ask(everybody, farewell, Farewells(farewell.version, everybody))
-    done = engine.gather(ask, standing.setup)
-    return tuple(client for client in ask.to if client not in done.arrived)
+        left = "the run cannot be resumed. Its clients have their models (in their own folders)."
+        return read_progress(path, kept, damaged=left)
 
 
 _TRUST = (
@@ -179,23 +152,37 @@ def _serve(grid: Grid, context: Context) -> None:
     tell("done", out=str(folder.path), summary=summary)
 
 
-def prune_beside(folder: RunFolder, *, days: float) -> list[Path]:
-    """Delete what only going on needs of finished runs on Flower that lie beside this one and ended `days` ago.
+def _going_on(folder: RunFolder) -> list[Path]:
+    return [folder.checkpoints, folder.relay_file]
+
+
+def prune_beside(
+    folder: RunFolder,
+    *,
+    days: float,
+    engine: str = "flower",
+    going_on: Callable[[RunFolder], list[Path]] = _going_on,
+) -> list[Path]:
+    """Delete what only `going_on` needs of finished runs of this engine that lie beside this one and ended `days` ago.
 
     Models, ledgers, privacy journals, metrics and events stay. Returns the folders that were pruned.
     """
     before = time.time() - 86_400.0 * days
     pruned = []
     for path in _beside(folder.path):
-        other = RunFolder(path, engine="flower")
+        other = RunFolder(path, engine=engine)
         try:
             if other.summary_file.stat().st_mtime > before:
                 continue
             other.stored_settings()  # refuses the folders of another engine
-            if other.checkpoints.is_dir() or other.relay_file.exists():
+            places = [place for place in going_on(other) if place.exists()]
+            if places:
                 other.take()
-                shutil.rmtree(other.checkpoints, ignore_errors=True)
-                other.relay_file.unlink(missing_ok=True)
+                for place in places:
+                    if place.is_dir():
+                        shutil.rmtree(place, ignore_errors=True)
+                    else:
+                        place.unlink()
                 other.note("pruned", f"the run ended more than {days:g} days ago: what only going on needs is deleted")
                 pruned.append(path)
         except (CheckpointError, ConfigError, OSError):
@@ -280,10 +267,11 @@ def train_on_flower(
     facts = dataclasses.asdict(job.facts)
     setup = Setup.of(config, facts, lineage=folder.lineage, attempt=state.attempt, start=start)
     recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
+    authority = job.scheme.uplink.authority
     engine = FlowerEngine(
         grid,
         setup,
-        clients=config.clients,
+        clients=config.clients + (authority is not None),  # which is one more node
         deadline=extras.deadline,
         events=events,
         roster=job.guard.roster,
@@ -292,9 +280,15 @@ def train_on_flower(
     )
     tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()
+    if authority is not None and not engine.has(authority):
+        raise ConfigError(
+            f"{config.scheme} needs a key authority, and no node says that it is number {authority}: on a machine that "
+            f"is not the server's, `fedveil flower client HOME --number {authority} --authority`, and a SuperNode with "
+            "that home. For a trial on one machine, `fedveil flower up --authority`."
+        )
     behind: tuple[int, ...] = ()
     if standing is not None:
-        behind = bring_up_to_date(engine, standing, clients=config.clients)
+        behind = engine.bring_up_to_date(standing)
     privacy_journal = privacy_journal_of(job, journal, state)
     role = server_role(
         job if recorder is None else dataclasses.replace(job, scheme=recorder.scheme),

@@ -19,10 +19,11 @@ Who takes part in a round follows from the epoch's beacon, which no server picks
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -54,10 +55,18 @@ from flwr.serverapp.strategy import (
 )
 from flwr.supercore import log
 
-from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, spelled, unknown_name
+from fedveil.errors import (
+    CheckpointError,
+    Code,
+    ConfigError,
+    ProtocolError,
+    settings_as_arguments,
+    spelled,
+    unknown_name,
+)
 from fedveil.flower.app_engine import AppRound, Course, empty_state
 from fedveil.flower.app_held import FIRST, First, NoModelError, form_digest, form_of
-from fedveil.flower.app_report import AppProgress, app_ledger, written
+from fedveil.flower.app_report import PROGRESS, AppProgress, app_ledger, going_on, written
 from fedveil.flower.app_setup import (
     METRICS,
     AppModel,
@@ -65,13 +74,15 @@ from fedveil.flower.app_setup import (
     Metrics,
     Phase,
     Step,
-    agreed_app,
+    covered_by,
     metric_record,
     metrics_of,
     only_arrays,
     settings_for,
+    told_of,
 )
 from fedveil.flower.commands import Events
+from fedveil.flower.server_app import prune_beside
 from fedveil.ledger.statement import Ledger
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import RunFolder
@@ -141,7 +152,6 @@ def check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str])
 
 
 ENGINE = "flower-app"
-_PROGRESS = "app.state"
 _BETWEEN_LOOKS = 1.0
 
 
@@ -176,6 +186,8 @@ class Protected(Strategy):
         first: Under pads and paraaegis, whose the model is that the run begins with: "server", the arrays that `start`
             is given, which are public (the default), or "client": one client makes it with `protect(first=…)` and the
             others are lent it, sealed. Then of `start`'s arrays names, shapes and types are told, and no number.
+        keep_days: Days after which finished runs beside `out` lose what only going on with them needs: the last sums,
+            where clients hold the model. Looked at when a run begins; all else is kept.
         averages: State of a strategy that FedVeil does not know, or whose aggregation you have written yourself, that
             it uses replies for their weighted mean alone, and leaves to the protocol who is asked.
         options: Options of the scheme: epsilon, delta, clip, threshold, collusion, dropouts, …
@@ -197,11 +209,12 @@ class Protected(Strategy):
         deadline: float | None = None,
         first: First | None = None,
         averages: bool = False,
+        keep_days: float = 365.0,
         **options: Any,
     ) -> None:
         self._held = scheme in HELD
         with settings_as_arguments():
-            covered = _covered(scheme, options, clients)
+            covered = covered_by(scheme, options, clients)
             passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
             if isinstance(strategy, Protected):
                 raise ConfigError("The strategy is protected already.")
@@ -220,6 +233,8 @@ class Protected(Strategy):
                 f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
                 "'pass', which sends everybody's uncovered."
             )
+        if not 0 < keep_days < math.inf:
+            raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
         if resume and out is None:
             raise ConfigError("resume goes on with the run in a folder: give it, out=….")
         self.strategy = strategy
@@ -227,7 +242,7 @@ class Protected(Strategy):
         self._metrics: Metrics = metrics or covered
         self._evaluation: Metrics = evaluation or covered
         self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
-        self._resume, self._deadline = resume, deadline
+        self._resume, self._deadline, self._keep_days = resume, deadline, keep_days
         self._first = (first or "server") if self._held else ""
         self._step = step
         self._notes = _Notes(self._folder)
@@ -379,11 +394,17 @@ class Protected(Strategy):
                         f"The run in {folder.path} has other settings (scheme, options or clients): resume it with "
                         "those it was started with."
                     )
-                attempt = folder.resume(config)
                 progress = self._progress()
+                if progress is None and (reached := folder.reached()):
+                    raise CheckpointError(
+                        f"{folder.path / PROGRESS} is gone, which says how far the run came in {reached} rounds: it "
+                        "cannot go on. Begin a new run."
+                    )
+                attempt = folder.resume(config)
             else:
                 folder.start(config)
             lineage = folder.lineage
+            prune_beside(folder, days=self._keep_days, engine=ENGINE, going_on=going_on)
         arrays, standing = initial, None if progress is None else progress.standing
         size = len(AppModel.read(initial).row)
         if self._held:
@@ -401,7 +422,7 @@ class Protected(Strategy):
             lineage=lineage,
             attempt=attempt,
             phase="train",
-            settings=_told(config),
+            settings=told_of(config),
             size=size,
             metrics=self._metrics,
             weighted_by=str(getattr(self.strategy, "weighted_by_key", "num-examples")),
@@ -427,7 +448,7 @@ class Protected(Strategy):
         )
 
     def _progress(self) -> AppProgress | None:
-        return None if self._folder is None or not self._resume else AppProgress.read(self._folder.path / _PROGRESS)
+        return None if self._folder is None or not self._resume else AppProgress.read(self._folder.path / PROGRESS)
 
     def _numbered(self, nodes: list[int]) -> list[int]:
         """Nodes by their clients' numbers: whoever is there again has the number it had."""
@@ -479,6 +500,9 @@ class _Rounds:
             log(WARNING, "FedVeil: %s", text)
             return done
         self._begun = True
+        for client, refusal in done.done.gathered.refused.items():
+            if refusal.code is Code.SPOILT:
+                log(WARNING, "FedVeil: client %d (node %d): %s", client, self.course.engine.nodes[client], refusal)
         if done.done.failed:
             log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
         if done.cut:
@@ -564,8 +588,14 @@ class _Run:
 
     def brought_up_to_date(self) -> int:
         """Have clients hold the last round's model, and say which version that is."""
-        self.train.course.bring_up_to_date(self.arrays)
-        return self.train.course.version
+        course = self.train.course
+        before = course.version
+        course.bring_up_to_date(self.arrays)
+        if course.version < before:
+            text = f"the sums of round {course.state.round} cannot be read by clients: they are taken back"
+            self._notes.note("taken back", text, round=course.state.round)
+            self.write()
+        return course.version
 
     def farewell(self) -> None:
         """After the last round: clients that hold the model are told its last sums."""
@@ -629,7 +659,7 @@ class _Run:
                 uncovered=left,
                 standing=self.train.course.standing,
             )
-            progress.write(self._folder.path / _PROGRESS)
+            progress.write(self._folder.path / PROGRESS)
 
     def ledger(self) -> Ledger:
         """What is proven of the rounds so far."""
@@ -659,20 +689,3 @@ class _Run:
         """Let go of the folder."""
         if self._folder is not None:
             self._folder.release()
-
-
-def _told(config: Any) -> dict[str, Any]:
-    """What clients are told of a run's settings: what is not a default."""
-    names = ("scheme", "clients", "cohort", "rounds", "secrets")
-    given = {**{name: getattr(config, name) for name in names}, **config.scheme_options}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Metrics:
-    """What becomes of figures where nobody says; a mistake in the options is named at once."""
-    least = max(clients or 0, fewest(scheme), 3)
-    config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
-    tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "", form="-", first="server")
-    agreed = agreed_app(tried)
-    agreed.scheme.uplink.prepare()
-    return "average" if agreed.scheme.plan is None else "drop"

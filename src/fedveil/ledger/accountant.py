@@ -87,9 +87,10 @@ class Accountant:
         by_clients = np.zeros(len(noise_layout.members))
         if published:
             by_clients = by_peer(noise_layout, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
-        # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
+        # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing. One that was not
+        # opened is charged as planned, neither more nor less: clients may yet be asked to open what was kept back.
         if noise_layout.summed:
-            seen = arrived
+            seen = arrived if published else None
         elif not self.honest_arrivals:
             seen = None
         else:

@@ -13,7 +13,7 @@ class RunFacts:
     """What an uplink's caveats depend on besides itself.
 
     Rounds of `cohort` clients (0: not known), drawn from `clients`; whether the model travels `veiled`, and whether the
-    server adds noise (`central`).
+    server adds noise (`central`). Where chance decides how many a round has, they are from `least` to `cohort`.
     """
 
     rounds: int
@@ -21,6 +21,16 @@ class RunFacts:
     clients: int
     veiled: bool
     central: bool
+    least: int = 0
+
+
+def sampled_clients(rate: float, *, most: int, rounds: int) -> str:
+    """What counts where each client is drawn for each round by chance."""
+    return (
+        f"each client is drawn for each round by itself, with probability {rate:g}; nothing is claimed for that, since "
+        "everybody knows who is drawn. What counts is every round that a client was drawn for: noise is made for "
+        f"{most} of {rounds}, and whoever was drawn so often sits out"
+    )
 
 
 SIZES = "every client's number of samples is public"
@@ -110,6 +120,14 @@ PRODUCT = (
     "the server has clients decrypt the product of what they sent: they are shown whose it is and decrypt once a "
     "round, but cannot check the product, and a server that shows another one opens that"
 )
+AUTHORITY = (
+    "the key authority sides neither with the server nor with who reads its messages: it never sees an upload, but "
+    "together they open every one. It gives one key a round, for the sum of enough clients with equal weights"
+)
+FUNCTIONAL = (
+    "what is encrypted is hidden (computational): by DDH on secp256k1, and by a pad of each number's own, from "
+    "SHAKE-256. Keys and pads are drawn for one round, so that numbers of other rounds or places cannot be recombined"
+)
 UNPROVEN_SUM = (
     "the sum's integrity: nobody proves that it has encrypted or decrypted as it should (values beyond what clients "
     "may send are noticed)"
@@ -192,6 +210,12 @@ def noise_circle(circle: Circle, colluders: int) -> str:
     return f"{said}{who}, and {away}"
 
 
+OWN_CIRCLES = (
+    "a round for which fewer clients are drawn has a graph of its own: smaller, for as many colluders, with the same "
+    "chance, or of everybody with everybody"
+)
+
+
 def threshold_key(bits: int, quorum: int, clients: int) -> str:
     """On what hiding under a key rests that clients hold together."""
     return (
@@ -206,6 +230,15 @@ def hidden_by_errors(dimension: int, bits: float, most: float) -> str:
         f"learning with errors is hard (computational) in {dimension:,} dimensions where the modulus is at most "
         f"2^{most:.1f} deviations of the error: 128 bits by the HomomorphicEncryption.org tables; here it is "
         f"2^{bits:.1f} at most"
+    )
+
+
+def short_words(bits: int) -> str:
+    """What it means that sums are found as logarithms."""
+    return (
+        f"sums are found as discrete logarithms, within ± 2^{bits - 1} steps: the step is the largest power of two of "
+        "which rounding lengthens no change by more than a 32nd, and the noise of each client has 64 or more; noise "
+        "is that 32nd larger than on a fine grid"
     )
 
 

@@ -209,7 +209,8 @@ def sampled_noise(*, epsilon: float, sampling_rate: float, rounds: int, delta: f
         return reached <= epsilon
 
     # Ten times coarser losses lead to the same neighbours, nearly always; whether they did is asked of the fine ones.
-    low, high = _neighbours(lambda noise: meets(noise, _COARSE))
+    # What is enough by still coarser ones, which say more, is enough by them.
+    low, high = _neighbours(lambda noise: meets(noise, 10 * _COARSE) or meets(noise, _COARSE))
     if meets(low) or not meets(high):
         _, high = _neighbours(meets)
     return high

@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 
 from fedveil.errors import ProtocolError
 
-Party = Literal["server", "client", "clients", "outsider"]
+Party = Literal["server", "client", "clients", "authority", "outsider"]
 Subject = Literal["data", "model", "public"]
 Protection = Literal["open", "linked", "masked", "noised", "encrypted"]
 
@@ -94,14 +94,14 @@ def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
 class Caveats:
     """`assumptions` are what a proof rests on, `unprotected` what nobody should expect, `paper` the paper's claim,
     `notes` what else a reader must know, `over` whose contributions a sum is of, if not all of a round's clients'.
-    `decrypted` says that clients open sums with their shares of a key, and no masks are taken off."""
+    `opened` says by whom sums are opened, where no masks are taken off: "clients decrypt"."""
 
     assumptions: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
     paper: str = ""
     notes: tuple[str, ...] = ()
     over: str = ""
-    decrypted: bool = False
+    opened: str = ""
 
     def followed_by(self, *others: Caveats) -> Caveats:
         """These and then the others', each sentence once; the paper's claim stays."""
@@ -112,5 +112,5 @@ class Caveats:
             self.paper,
             tuple(dict.fromkeys(text for one in said for text in one.notes)),
             next((one.over for one in said if one.over), ""),
-            any(one.decrypted for one in said),
+            next((one.opened for one in said if one.opened), ""),
         )

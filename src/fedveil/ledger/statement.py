@@ -289,7 +289,7 @@ def state(
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
         closed = "masks between honest clients stay closed; who beyond a quorum is in it is the server's word"
-        if caveats.decrypted:
+        if caveats.opened:
             closed = "fewer clients than a quorum decrypt nothing; what the others decrypt is the server's word"
         why = f"the sum over the honest clients of {caveats.over or 'a round'}: {closed}"
         lines.append(Line(COLLUSION, "aggregate only", why, assumptions=caveats.assumptions))
@@ -380,7 +380,7 @@ def _noised_line(
     summed = any(release.protection == "noised" and release.hiding != "none" for release in read)
     hidden = [release for release in unread if release.noise == "none"]
     what = "every upload's rest under noise" if hidden or linked else "every upload under noise"
-    opened = "clients decrypt" if caveats.decrypted else "the masks open"
+    opened = caveats.opened or "the masks open"
     why = f"{sees} {f'sums under noise, sized for the smallest sum {opened}' if summed else what}"
     if linked:
         why += f", and what is alike in {', '.join(linked)}"

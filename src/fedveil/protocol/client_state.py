@@ -18,6 +18,7 @@ from fedveil.secrets import Guarded
 from fedveil.work.messages import KeptTensors
 
 if TYPE_CHECKING:
+    from fedveil.crypto.functional import EncryptionKey
     from fedveil.crypto.paillier import KeyShare
     from fedveil.protocol.key_agreement import Keyring
 
@@ -39,8 +40,10 @@ class ClientState:
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
     what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
     and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
-    attempts at it included, where a round's clients are in groups. `kept` is what its work keeps for itself, and
-    `share` its part of a key that clients hold together.
+    attempts at it included, where a round's clients are in groups. `there` is how many clients the epoch had in which
+    it answered, where each is asked by chance. `kept` is what its work keeps for itself, and
+    `share` its part of a key that clients hold together, or what a key authority has given it to encrypt with. An
+    authority has such a state, too (`uplink/functional.py`).
     """
 
     client: int
@@ -61,7 +64,8 @@ class ClientState:
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
     kept: KeptTensors | None = None
-    share: KeyShare | None = None
+    share: KeyShare | EncryptionKey | None = None
+    there: int = 0
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -136,15 +140,19 @@ class ClientState:
     @staticmethod
     def unseal(sealed: bytes, key: bytes) -> ClientState:
         """The state back; damaged or foreign bytes are refused."""
+        from fedveil.crypto.functional import EncryptionKey
         from fedveil.crypto.keys import unseal
         from fedveil.crypto.paillier import KeyShare
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
-        facts = {"grouped": [], "kept": False, "share": None, **facts}  # which earlier versions did not know
+        # Of what earlier versions did not know.
+        later: dict[str, Any] = {"grouped": [], "kept": False, "share": None, "there": 0}
+        facts = later | facts
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
             names = ("keys", "group", "held", "pending", "share")
+            part = EncryptionKey if "authority" in (known["share"] or {}) else KeyShare
             keys, group, held, pending, share = (known[name] for name in names)
             kept = {name.removeprefix(_KEPT): value for name, value in tensors.items() if name.startswith(_KEPT)}
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort", "grouped")}
@@ -154,7 +162,7 @@ class ClientState:
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
                 "kept": KeptTensors(kept) if known["kept"] else None,
-                "share": None if share is None else KeyShare.restored(share),
+                "share": None if share is None else part.restored(share),
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:

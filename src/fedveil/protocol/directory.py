@@ -22,11 +22,13 @@ import hashlib
 import math
 import statistics
 import struct
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,25 +45,48 @@ from fedveil.work.batches import mixed_seed
 # picks the seed can try many, until some round asks one client and allies. There cohorts are `shuffled`: the rounds of
 # an epoch go around a table, `size` seats at a time, and who sits where follows from a beacon that nobody picks
 # (`protocol/directory.py`).
+#
+# With a sampling rate q every client is drawn for every round by itself, with probability q, from the same seed or
+# beacon. Two bounds keep what is said of a run's rounds true of each: of more than `size` that are drawn, those with
+# the lowest draws are asked, and a draw of fewer than `least` asks nobody. Given how many are asked, they are any of
+# all clients with equal chances, as the bounds on surrounded clients (`uplink/graph.py`) take them to be. Nobody's
+# privacy is said to gain by it: the server and all clients know who is drawn.
 
 WINDOW = 64
 """The most rounds of one epoch."""
 _PURPOSE = 0xC0408
+RARELY = 0.01
+"""The chance that some round draws more clients than planned for, or fewer; and that some client is drawn too often."""
+FEWEST_HIDDEN = 3
+"""Of how many sampled clients a round is at least, where their sum is to hide each of them."""
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """`size` of `clients` clients, drawn without replacement each round (all of them by default)."""
+    """`size` of `clients` clients, drawn without replacement each round (all of them by default).
+
+    With a sampling `rate` each is drawn by itself, and a round asks from `least` to `size` clients, or nobody.
+    """
 
     clients: int
     size: int
     seed: int
     shuffled: bool = False
+    rate: float = 0.0
+    least: int = 1
 
     @staticmethod
-    def of(clients: int, *, cohort: float | None, seed: int) -> Cohort:
-        """A cohort given as a fraction (0 < f ≤ 1, not the whole number 1) or as a count."""
+    def of(
+        clients: int, *, cohort: float | None, seed: int, sampling_rate: float | None = None, rounds: int = 1
+    ) -> Cohort:
+        """A cohort given as a fraction (0 < f ≤ 1, not the whole number 1) or as a count; or a chance for each client,
+        in a run of so many rounds."""
         seed %= MOST  # clients are told it, to draw cohorts for themselves
+        if sampling_rate is not None and cohort is not None:
+            raise ConfigError("Give cohort, or sampling_rate, not both: a fixed number of clients, or chance.")
+        if sampling_rate is not None and sampling_rate < 1:
+            least, most = _usual(clients, sampling_rate, max(rounds, 1))
+            return Cohort(clients, max(most, 1), seed, rate=sampling_rate, least=max(least, 1))
         if cohort is None:
             return Cohort(clients, clients, seed)
         fraction = isinstance(cohort, float) and cohort <= 1.0
@@ -76,9 +101,14 @@ class Cohort:
         return Cohort(clients, size, seed)
 
     def most_participations(self, rounds: int) -> int:
-        """The largest number of rounds that any one client takes part in, whatever the beacons of full epochs are."""
-        if self.size == self.clients:
+        """The largest number of rounds that any one client takes part in, whatever the beacons of full epochs are.
+
+        Under a sampling rate, the number that noise is made for: whoever was drawn so often sits out.
+        """
+        if self.everybody:
             return rounds
+        if self.rate:
+            return max(_usual(rounds, self.rate, self.clients)[1], 1)
         if self.shuffled:
             stretches = (min(WINDOW, rounds - first) for first in range(0, rounds, WINDOW))
             return sum(-(-length * self.size // self.clients) for length in stretches)
@@ -90,14 +120,53 @@ class Cohort:
 
     def draw(self, round: int, beacon: bytes = b"") -> tuple[int, ...]:
         """The round's clients, ascending; of shuffled cohorts those of the epoch with this beacon."""
-        if self.size == self.clients:
+        if self.everybody:
             return tuple(range(self.clients))
+        if self.rate:
+            return self._sampled(round, beacon)
         if self.shuffled:
             seated = _seated(self.clients, beacon)
             first = round * self.size
             return tuple(sorted(seated[seat % self.clients] for seat in range(first, first + self.size)))
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, _PURPOSE, round))
         return tuple(sorted(torch.randperm(self.clients, generator=generator)[: self.size].tolist()))
+
+    @property
+    def everybody(self) -> bool:
+        """Whether every round asks all clients."""
+        return self.size == self.clients and not self.rate
+
+    @property
+    def expected(self) -> int:
+        """How many clients a round asks, on average where that is left to chance."""
+        return min(max(round(self.rate * self.clients), self.least), self.size) if self.rate else self.size
+
+    def hiding(self) -> Cohort:
+        """The same where sums are to hide their parts."""
+        return replace(self, least=max(self.least, min(FEWEST_HIDDEN, self.size))) if self.rate else self
+
+    def _sampled(self, round: int, beacon: bytes) -> tuple[int, ...]:
+        """Each client has a 64-bit draw of its own, and is asked if that lies below rate·2⁶⁴, a whole number."""
+        key = beacon if self.shuffled else struct.pack("<Q", mixed_seed(self.seed, _PURPOSE, round))
+        stream = hashlib.shake_256(b"fedveil sampled 1" + struct.pack("<QQ", len(key), round) + key)
+        draws = np.frombuffer(stream.digest(8 * self.clients), dtype="<u8")
+        drawn = np.flatnonzero(draws < np.uint64(int(self.rate * 2.0**64)))
+        if len(drawn) < self.least:
+            return ()
+        lowest = drawn[np.argsort(draws[drawn], kind="stable")[: self.size]]
+        return tuple(sorted(lowest.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _usual(trials: int, rate: float, times: int) -> tuple[int, int]:
+    """Between which numbers of `trials` succeed with a chance of `rate` each, in all of `times` repetitions: below the
+    first, and above the second, with a chance of RARELY at most (a union bound over binomial tails)."""
+    from scipy.special import bdtr, bdtrc  # which takes longer to load than most of what needs no sampling
+
+    counts = range(trials + 1)
+    most = bisect_left(counts, True, key=lambda count: bool(times * bdtrc(count, trials, rate) <= RARELY))
+    least = bisect_left(counts, True, key=lambda count: bool(times * bdtr(count, trials, rate) > RARELY))
+    return least, most
 
 
 @lru_cache(maxsize=4)
@@ -125,7 +194,8 @@ class Epoch:
     """Epoch `number` of a run of `rounds` rounds: `window` of them, from round `first` on.
 
     A round asks `size` of `clients` clients, as far as they are of the epoch: if `shuffled`, by the epoch's beacon,
-    otherwise by `seed`, which the server picks.
+    otherwise by `seed`, which the server picks. With a `rate` above 0 each is asked with that chance, `size` of them at
+    most, and nobody where fewer than `least` are drawn.
     """
 
     number: Annotated[int, Released("the epoch's number")]
@@ -135,14 +205,23 @@ class Epoch:
     size: Annotated[int, Released("how many of them a round asks")]
     seed: Annotated[int, Released("from which a round's clients are drawn, unless the beacon decides")]
     shuffled: Annotated[bool, Released("whether the beacon decides who is asked in a round")] = False
+    rate: Annotated[float, Released("with which chance a round asks each, where it asks no fixed number")] = 0.0
+    least: Annotated[int, Released("how many it asks then, at least")] = 1
 
     released_as = "epoch"
 
     def check(self) -> None:
         """Refuse numbers that make no sense, and an epoch too many."""
         within = 1 <= self.size <= self.clients <= _MOST_CLIENTS and 0 <= self.first < self.rounds <= _MOST_ROUNDS
-        if not within or self.number < 0:
+        if not within or self.number < 0 or not (0 <= self.rate < 1 and 1 <= self.least <= self.size):
             raise ProtocolError("an epoch is described by numbers that cannot be")
+        if self.rate:
+            own = Cohort.of(self.clients, cohort=None, seed=0, sampling_rate=self.rate, rounds=self.rounds)
+            if self.size != own.size or self.least < own.least:
+                raise ProtocolError(
+                    f"an epoch speaks of rounds of {self.least} to {self.size} clients, and those that follow from its "
+                    f"sampling rate have {own.least} to {own.size}"
+                )
         if self.number >= self.most:
             raise ProtocolError(
                 f"epoch {self.number + 1} of a run of {self.rounds} rounds, which has {self.most} at most: a server "
@@ -175,7 +254,7 @@ class Epoch:
     @property
     def cohort(self) -> Cohort:
         """How a round's clients are drawn."""
-        return Cohort(self.clients, self.size, self.seed, self.shuffled)
+        return Cohort(self.clients, self.size, self.seed, self.shuffled, self.rate, self.least)
 
     def drawn(self, round: int, beacon: bytes) -> tuple[int, ...]:
         """The schedule's clients of a round."""
@@ -183,16 +262,22 @@ class Epoch:
 
     def check_shuffled(self) -> None:
         """Refuse cohorts that follow from a seed: a server that picks it could pick who is asked with whom."""
-        if self.size < self.clients and not self.shuffled:
+        if not self.cohort.everybody and not self.shuffled:
+            some = f"some of {self.clients} clients" if self.rate else f"{self.size} of {self.clients} clients"
             raise ProtocolError(
-                f"{self.size} of {self.clients} clients are asked each round by a seed that the server has picked, and "
-                "not by the epoch's beacon: a server that tries seeds could ask this client along with its allies only"
+                f"{some} are asked each round by a seed that the server has picked, and not by the epoch's beacon: a "
+                "server that tries seeds could ask this client along with its allies only"
+            )
+        if self.cohort.hiding() != self.cohort:
+            raise ProtocolError(
+                f"rounds of {self.least} sampled clients could be asked for, and a sum of so few hides none of them"
             )
 
     def packed(self) -> bytes:
         """The same bytes for the same epoch."""
         numbers = (self.number, self.first, self.rounds, self.clients, self.size, self.shuffled)
-        return struct.pack("<QQQQQ?", *numbers) + f"{self.seed}".encode()
+        sampled = struct.pack("<dQ", self.rate, self.least) if self.rate else b""
+        return struct.pack("<QQQQQ?", *numbers) + sampled + f"{self.seed}".encode()
 
 
 def draws_of(rounds: int) -> int:

@@ -279,6 +279,11 @@ class Introductions:
         return tuple(client for client in clients if client in self._ready)
 
     @property
+    def present(self) -> tuple[int, ...]:
+        """Who is of the present epoch; nobody where there is none."""
+        return () if self._stale or self.directory is None else tuple(self.directory.present.tolist())
+
+    @property
     def left_out(self) -> dict[int, str]:
         """Who is of no epoch because of the size it claims, and why."""
         return outsized({client: said.samples for client, said in self._announced.heard.items()}, self._max_size_ratio)
@@ -289,7 +294,8 @@ class Introductions:
 
     def _epoch(self, round: int) -> Epoch:
         drawn = self._cohort
-        return Epoch(self._next, round, self._rounds, drawn.clients, drawn.size, drawn.seed, drawn.shuffled)
+        schedule = (drawn.clients, drawn.size, drawn.seed, drawn.shuffled, drawn.rate, drawn.least)
+        return Epoch(self._next, round, self._rounds, *schedule)
 
     def _spare(self, round: int) -> bool:
         """Whether a further epoch leaves enough of them for the rounds to come."""
@@ -437,15 +443,19 @@ class Keyring(Guarded):
                     "server could pick the graph that suits it"
                 )
             return self._nonce
-        if roster is not None:
-            for peer in directory.clients.tolist():
-                identity, key, signature, counted = directory.entry(peer)
-                roster.check(client=peer, run=self.run, public=key, signature=signature, samples=counted)
-                if roster.keys.get(peer, identity) != identity:
-                    raise ProtocolError(f"the directory shows client {peer} with another signing key than the roster")
-        self.directory = directory
+        self.take(directory, roster=roster)
         self.beacon = b"" if self._key is not None else directory.digest
         return self._nonce
+
+    def take(self, directory: Directory, *, roster: Roster | None) -> None:
+        """Go by a directory from now on, unless it contradicts the roster."""
+        for peer in () if roster is None else directory.clients.tolist():
+            assert roster is not None
+            identity, key, signature, counted = directory.entry(peer)
+            roster.check(client=peer, run=self.run, public=key, signature=signature, samples=counted)
+            if roster.keys.get(peer, identity) != identity:
+                raise ProtocolError(f"the directory shows client {peer} with another signing key than the roster")
+        self.directory = directory
 
     def draw(self, told: Nonces) -> bytes:
         """The beacon of the epoch, once everybody's nonce has been shown; any that was not committed to is refused."""
@@ -474,6 +484,12 @@ class Keyring(Guarded):
             _, key, _ = self.vouched(peer)
             self._pairs[peer] = self._key.agree(key, run=self.run, own=self.client, peer=peer)
         return self._pairs[peer]
+
+    def meet(self, other: int, key: bytes) -> PairSecret:
+        """The secret shared with somebody who is in no directory: whose key this is, the caller has checked."""
+        if self._key is None:
+            raise ProtocolError(f"client {self.client} has no keys in this run")
+        return self._key.agree(key, run=self.run, own=self.client, peer=other)
 
     def turn_to(self, round: int) -> None:
         """Forget secrets of earlier rounds where clients are so many that one seldom meets the same again."""

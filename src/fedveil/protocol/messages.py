@@ -51,19 +51,24 @@ def releases_of(
     but: Collection[str] = (),
     covers: Mapping[str, Cover] = MappingProxyType({}),
     sender: Party | None = None,
+    receivers: tuple[Party, ...] = (),
 ) -> tuple[Release, ...]:
     """The releases of a kind of message, as its fields declare them.
+
+    What does not go from clients to the server or from the server to clients says so: `released_by`, `released_to`.
 
     Args:
         kind: the message, which may travel under another `name` (train.parameters).
         sections: of the vector in it, where there is one; those that it does not know stay undeclared.
         but: fields that are never there, or whose releases somebody else declares.
         covers: by field or section, what a part makes of it.
-        sender: of the message that it travels in, where it does.
+        sender, receivers: of the message that it travels in, where it does.
     """
     name = name or _name_of(kind)
-    by: Party = "client" if issubclass(kind, FromClient) or sender == "client" else "server"
-    to: tuple[Party, ...] = ("server",) if by == "client" else ("clients",)
+    usual: Party = "client" if issubclass(kind, FromClient) or sender == "client" else "server"
+    by: Party = getattr(kind, "released_by", usual)
+    usually: tuple[Party, ...] = ("clients",) if by == "server" else ("server",)
+    to: tuple[Party, ...] = receivers or getattr(kind, "released_to", usually)
     releases: list[Release] = []
     for field in declared(kind):
         said = released(kind, field)
@@ -73,12 +78,14 @@ def releases_of(
             known = [section for section in sections if section in said.what]
             releases += [Release(f"{name}.{section}", by, to, said.what[section], about="data") for section in known]
         elif isinstance(said, Released):
-            own = dataclasses.asdict(said)
-            releases.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
+            releases.append(Release(f"{name}.{field}", by, **{**vars(said), "to": said.to or to}))
         else:
-            releases += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"), sender=by)
+            given = getattr(kind, "released_to", ())
+            inside = getattr(said, "released_as", f"{name}.{field}")
+            releases += releases_of(said, name=inside, sender=by, receivers=receivers or given)
     return tuple(
-        dataclasses.replace(release, **covers.get(release.field.rsplit(".", 1)[1], Cover())) for release in releases
+        dataclasses.replace(release, **cover) if (cover := covers.get(release.field.rsplit(".", 1)[1])) else release
+        for release in releases
     )
 
 

@@ -3,7 +3,8 @@
 `RoundContext` is what both roles know of a round and check it by; `Terms` what they have in common for a whole run. An
 `Uplink` has two sides, and a round calls them in this order:
 
-    client: admit → protect → answer *         refuse or enter the round; cover the contribution; phases of its own
+    client: acquaint → admit → protect → answer *
+                                               refuse or enter the round; cover the contribution; phases of its own
     server: accumulator → open * → parting     where uploads are folded; the next phase it takes; what clients are owed
 """
 
@@ -11,17 +12,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import ClipBroadcast, Downlink
-from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
+from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, Refusal
 from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_clip, shrinking_noise
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
@@ -37,13 +38,19 @@ from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.clipping import AdaptiveClip
 from fedveil.work.messages import LocalWork
 
+if TYPE_CHECKING:
+    from fedveil.crypto.keys import Roster
+
 Holder = Literal["server", "clients"]
 
 
 @dataclass(frozen=True, eq=False)
 class RoundContext:
-    """What both roles know about a round; and, of the server alone, who is in which of the run's `groups`, and the
-    `public` key that was dealt, where one was."""
+    """What both roles know about a round; of the server alone, who is in which of the run's `groups`, and the `public`
+    key that was dealt, where one was; of a client alone, a digest of what its local work was `told` besides.
+
+    `drawn` is how many clients the schedule has drawn, where the round's number no longer says so (`stage`).
+    """
 
     round: int
     attempt: int
@@ -52,6 +59,16 @@ class RoundContext:
     beacon: bytes = b""
     groups: tuple[tuple[int, ...], ...] = ()
     public: bytes = b""
+    told: bytes = b""
+    drawn: int = 0
+
+    @property
+    def asked(self) -> int:
+        """How many clients the schedule asks, whoever of them is not of the epoch."""
+        if self.directory is None:
+            return len(self.cohort)
+        epoch = self.directory.epoch
+        return (self.drawn or len(epoch.drawn(self.round, self.beacon))) if epoch.rate else epoch.size
 
     def check_scheduled(self) -> None:
         """Refuse a round that is not of the epoch, or with other clients than were settled before graphs were drawn."""
@@ -105,7 +122,8 @@ class RoundContext:
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
-        return RoundContext(2 * self.round + number, self.attempt, self.cohort, self.directory, self.beacon)
+        known = (self.cohort, self.directory, self.beacon)
+        return RoundContext(2 * self.round + number, self.attempt, *known, drawn=self.asked)
 
     def begins(self) -> RoundBegins:
         """What whoever keeps books is told before anything is asked."""
@@ -267,6 +285,26 @@ class Dealing(ABC):
     def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, tuple[int, ...]]:
         """Have it dealt to those of `clients` who lack it; gives who of them has it then."""
 
+    def of_round(self, context: RoundContext) -> Generator[Ask, Gathered | None, Mapping[int, Request]]:
+        """Have dealt what is for one round alone; gives what each client is handed with its model, or refuses it."""
+        yield from ()
+        return {}
+
+
+class Authority(Protocol):
+    """A third role, neither server nor client, that is asked like one more client, by a number of its own."""
+
+    @property
+    def seat(self) -> int:
+        """That number."""
+        ...
+
+    def handle_many(
+        self, states: Sequence[ClientState], request: Request
+    ) -> Iterator[tuple[ClientState, Reply | FedVeilError]]:
+        """Its answer, or its error in place of one."""
+        ...
+
 
 class Channel(Protocol):
     """How contributions travel, as far as everybody needs to know.
@@ -313,6 +351,17 @@ class Channel(Protocol):
     def readable(self) -> bool:
         """Whether the server can read one client's upload, under noise or not."""
         return True
+
+    @property
+    def authority(self) -> int | None:
+        """The number by which a key authority is asked, where there is one: no client's."""
+        return None
+
+    def authority_role(
+        self, *, secrets: SecretSource, roster: Roster | None, identities: Mapping[int, bytes] | None
+    ) -> Authority | None:
+        """That authority, with secrets of its own, whoever drives it."""
+        return None
 
     @property
     def equal(self) -> bool:
@@ -366,6 +415,10 @@ class Uplink(Channel, Protocol):
     Inherit from it and write `protect` and `releases`: the rest is as in a round that is over with the upload, whose
     sum is exact and needs no opening.
     """
+
+    def acquaint(self, state: ClientState, private: Request | None, roster: Roster | None) -> None:
+        """Client side: refuse whoever takes part in a round, is in no directory, and is not as the roster has it."""
+        return
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Client side: refuse a round before any work is done for it, or go into it."""
@@ -520,9 +573,9 @@ class Scheme:
         """Whether the server can read one client's upload."""
         return self.holder == "server" and self.uplink.readable
 
-    def stating(self, *, rounds: int, cohort: int, clients: int) -> Scheme:
+    def stating(self, *, rounds: int, cohort: int, clients: int, least: int = 0) -> Scheme:
         """The same, with what its parts assume and leave open in such a run behind what it says itself."""
-        run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None)
+        run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None, least)
         central = Caveats() if self.central is None else self.central.caveats()
         downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
         rule = adapting(self.work)

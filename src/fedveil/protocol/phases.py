@@ -200,7 +200,8 @@ class RoundDone:
     """A round boundary: the only place where a run can be stopped and resumed.
 
     `aggregate` is what clients that hold the model themselves will be sent, to move it by. `code` says for programs why
-    the round `failed`. `held_back` is about the model that the round began with.
+    the round `failed`. `held_back` is about the model that the round began with. In a round that was `skipped`, for the
+    reason in `failed`, nobody was asked for anything.
     """
 
     round: int
@@ -212,6 +213,7 @@ class RoundDone:
     aggregate: Aggregate | None = None
     code: Code | None = None
     held_back: HeldBack | None = None
+    skipped: bool = False
 
     @property
     def bad(self) -> bool:

@@ -26,7 +26,7 @@ from fedveil.errors import Code, ProtocolError
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.parts import RoundContext, Terms, adapting, bounded, planned
 from fedveil.tensors import statistics_in
-from fedveil.uplink.grid import rounding_of
+from fedveil.uplink.grid import finest_of, rounding_of
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
@@ -34,8 +34,6 @@ FALSE_ALARM_BITS = 40
 """An honest sum, or an honest upload, is refused with a chance of at most 2 to the power of minus this."""
 
 _TAIL = (FALSE_ALARM_BITS + 1) * math.log(2)
-# Integers are drawn with a variance of four steps² more than is planned, and the planned one has 2²⁰ or more.
-_WIDER = 1 + 2.0**-18
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,9 @@ class Reach:
         """That of a sum of clipped contributions, of clients with so many `samples`, under noise of this variance."""
         rounding = rounding_of(word_bits)
         clipped = sum(samples) * bounded(work).largest * (1 + rounding)
-        sigma, root = math.sqrt(variance * _WIDER), math.sqrt(length * _TAIL)
+        # Integers are drawn with a variance of four steps² more than is planned; of the planned one the grid says more.
+        wider = 1 + 4 / finest_of(word_bits) ** 2
+        sigma, root = math.sqrt(variance * wider), math.sqrt(length * _TAIL)
         largest = sigma * math.sqrt(2 * (_TAIL + math.log(2 * max(length, 1))))
         rule, answer = adapting(work), None
         if rule is not None and work.clip is not None:

@@ -1,15 +1,18 @@
-"""What the page shows in figures: the Pareto front, curves and tables, and how good models are."""
+"""What the page shows in figures: the Pareto front, curves, trade-offs, and every scheme in one picture."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fedveil.report.sources import DASH, Curve, Grid, Run, SourceGroup, duration, percent, plain, sentence, size, spread
-from fedveil.runs.judgement import TITLES, Judgement, Subset, shown, told
+import numpy as np
+
+from fedveil.errors import missing_extra
+from fedveil.report.sources import Curve, SourceGroup, Spot, duration, percent, plain, size, spots_of, what_was_compared
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -37,6 +40,8 @@ class Figure:
     reading: str
     alternative: str
     drawing: dict[str, Any]
+    wide: bool = False
+    """Whether it takes the whole width of the page."""
 
 
 @dataclass(frozen=True)
@@ -359,174 +364,287 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# --- how good models are, as the page shows it: figures with intervals, by class and by group, and what is mistaken
-
-_MOST_CONFUSED = 25  # classes of a table that can still be read
-_KEEP = "\u00a0"
-_JOIN = "\u2060"  # no line ends beside it
+# --- every scheme in one picture: what it reaches, costs, proves and gives away
 
 
-@dataclass(frozen=True)
-class JudgedView:
-    """One group's judgement: that of its only run, or of the run that is worst off."""
+COSTS = {
+    "bytes": ("Bytes a client sends and receives in a round", size),
+    "seconds": ("Seconds of processors for the run, all clients and the server", duration),
+}
+PROVEN = {
+    "none": ("nothing proven", "#6b7280", 5),
+    "clients": ("ε towards clients alone", "#56b4e9", 6),
+    "sums": ("no ε: the server sees sums or ciphertexts", "#e69f00", 1),
+    "conditional": ("ε given what is hidden", "#cc79a7", 3),
+    "record": ("ε for one record", "#0072b2", 0),
+    "client": ("ε for all data of a client", "#009e73", 2),
+}
+"""What is proven towards the server, in words, its colour, and its series of the page's."""
+GIVEN = {
+    "all": ("rebuilt, as if unprotected", "X", "x"),
+    "part": ("traces of it", "^", "triangle-up"),
+    "nothing": ("nothing", "o", "circle"),
+    "unread": ("there is nothing to read", "s", "square"),
+    "open": ("not decided", "D", "diamond"),
+}
+"""What the server, or who reads the wire, got of a client's data by quick attacks."""
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top."""
+_RINGS = (1.2, 1.8, 2.6, 3.6, 4.8, 6.2, 7.8, 9.6, 11.6, 14.0)
+_TURNS = tuple((math.cos(turn), math.sin(turn)) for turn in (k * math.pi / 12 for k in range(24)))
 
-    label: str
-    note: str
-    judged: Judgement
-    figures: Grid
-    classes: Grid
-    parts: Grid
-    confusion: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-    """By true class: how many samples got each answer, and which share of the class that is."""
+
+def placed(
+    points: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    area: Box,
+    *,
+    dot: float,
+    lines: Sequence[Box] = (),
+) -> list[Box]:
+    """Where labels of these sizes go so that none covers another, or a point: near their own, within the area.
+
+    `dot` is a point's radius, `lines` are kept free where that costs little. Each label takes the cheapest of many
+    places around its point, in turn and then again, beside where the others are.
+    """
+    taken: dict[int, Box] = {}
+    dots = [(x - dot, y - dot, x + dot, y + dot) for x, y in points]
+    for _ in range(5):
+        for index, (x, y) in enumerate(points):
+            wide, high = sizes[index]
+            others = [box for other, box in taken.items() if other != index]
+            best: tuple[float, Box] | None = None
+            for ring in _RINGS:
+                for right, up in _TURNS:
+                    cx, cy = x + right * (ring * dot + wide / 2), y + up * (ring * dot + high / 2)
+                    box = (cx - wide / 2, cy - high / 2, cx + wide / 2, cy + high / 2)
+                    out = (area[0] - box[0], area[1] - box[1], box[2] - area[2], box[3] - area[3])
+                    covered = 2 * sum(_shared(box, each) for each in others) + sum(_shared(box, each) for each in dots)
+                    crossed = sum(_crosses((x, y), (cx, cy), each) for each in others)
+                    passed = sum(_crosses((x, y), (cx, cy), each) for place, each in enumerate(dots) if place != index)
+                    covered += 0.5 * sum(_shared(box, each) for each in lines)
+                    worth = dot * (ring + 5 * crossed + 2 * passed) + covered + 50 * sum(max(0.0, side) for side in out)
+                    if best is None or worth < best[0]:
+                        best = worth, box
+            assert best is not None
+            taken[index] = best[1]
+    return [taken[index] for index in range(len(points))]
 
 
-def judged_views(groups: Sequence[SourceGroup]) -> tuple[JudgedView, ...]:
-    """Every group of which a run was judged."""
-    return tuple(_view(group, run, run.judged) for group in groups if (run := _worst(group)) and run.judged)
+def _shared(one: Box, other: Box) -> float:
+    """The area that two boxes share."""
+    wide, high = min(one[2], other[2]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[1], other[1])
+    return wide * high if wide > 0 and high > 0 else 0.0
 
 
-def _worst(group: SourceGroup) -> Run | None:
-    """The run whose deciding figure is lowest, or has none."""
-    judged = [(run, run.judged.figures[run.judged.primary].value) for run in group.runs if run.judged is not None]
-    return min(judged, key=lambda pair: -1e300 if pair[1] is None else pair[1])[0] if judged else None
-
-
-def _view(group: SourceGroup, run: Run, judged: Judgement) -> JudgedView:
-    several = f"of the seed that is worst off ({run.seed})" if len(group.runs) > 1 else ""
-    rows = tuple(
-        (
-            sentence(judged.title(name)),
-            _whole(told(name, figure)) if figure.value is not None else f"{DASH} ({figure.reason})",
-            _whole(shown(name, figure.baseline)),
-            figure.interval or DASH,
-        )
-        for name, figure in judged.figures.items()
+def _crosses(start: tuple[float, float], end: tuple[float, float], box: Box) -> bool:
+    """Whether the line from a point to its label runs through another's."""
+    along = (
+        (start[0] + t * (end[0] - start[0]), start[1] + t * (end[1] - start[1])) for t in (0.15, 0.3, 0.45, 0.6, 0.75)
     )
-    names = [part.name for part in judged.classes]
-    shares = [(row, max(sum(row), 1)) for row in judged.confusion]
-    return JudgedView(
-        label=group.label,
-        note=several,
-        judged=judged,
-        figures=Grid(
-            ("Figure", "This model [95\u00a0% interval]", sentence(judged.constant_answer), "Interval by"), rows
+    return any(box[0] <= x <= box[2] and box[1] <= y <= box[3] for x, y in along)
+
+
+_TICKS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
+
+
+def _stretched(share: Any) -> Any:
+    """Room by orders of magnitude of the error: most schemes are near one another at the top."""
+    return -np.log10(np.maximum(1.005 - np.asarray(share), 1e-6))
+
+
+def _size_tick(value: float, _: object) -> str:
+    return size(value).replace(".0 ", " ")
+
+
+def _back(height: Any) -> Any:
+    return 1.005 - 10.0 ** -np.asarray(height)
+
+
+def draw_overview(results: Mapping[str, Any], file: Path) -> Path:
+    """Draw every scheme of a comparison, accuracy over bytes and over seconds, as a PNG and, beside it, an SVG.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure as Canvas
+        from matplotlib.lines import Line2D
+        from matplotlib.patheffects import withStroke
+        from matplotlib.ticker import LogLocator
+    except ImportError:
+        raise missing_extra("matplotlib", "plots", "The picture of a comparison") from None
+    spots = spots_of(results)
+    canvas = Canvas(figsize=(9.2, 12.0), dpi=150)
+    panels = canvas.subplots(2, 1)
+    canvas.subplots_adjust(left=0.08, right=0.985, top=0.97, bottom=0.175, hspace=0.15)
+    ticks = [tick for tick in _TICKS if tick <= max(spot.high for spot in spots) + 0.05]
+    for panel, (cost, (title, _)) in zip(panels, COSTS.items(), strict=True):
+        best = front([(spot.costs[cost], spot.height) for spot in spots])
+        panel.plot(
+            *zip(*((spots[k].costs[cost], spots[k].height) for k in best), strict=True), ":", color="#555", lw=1.4
+        )
+        for spot in spots:
+            colour, x = PROVEN[spot.proven][1], spot.costs[cost]
+            panel.plot([x, x], [spot.low, spot.high], color=colour, lw=1, zorder=2)
+            inside = "white" if spot.hidden else colour
+            panel.plot(x, spot.height, GIVEN[spot.given][1], ms=8, mec=colour, mfc=inside, mew=1.6, zorder=3)
+        panel.set_xscale("log")
+        panel.set_yscale("function", functions=(_stretched, _back))
+        panel.set(xlabel=title, ylabel="Test accuracy", ylim=(0, ticks[-1] + 0.02))
+        panel.set_yticks(ticks, [f"{100 * tick:.0f} %" for tick in ticks])
+        panel.margins(x=0.1)
+        values = [spot.costs[cost] for spot in spots]
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 300 * min(values) else (1, 3)))
+        panel.xaxis.set_major_formatter(_size_tick if cost == "bytes" else lambda value, _: f"{value:,g} s")
+        panel.xaxis.set_minor_formatter(lambda value, _: "")
+        panel.grid(color="#e4e6ea", lw=0.6)
+        panel.set_axisbelow(True)
+    panels[0].set_title(what_was_compared(results), fontsize=10, loc="left")
+    canvas.canvas.draw()
+    for panel, cost in zip(panels, COSTS, strict=True):
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        style: dict[str, Any] = {"fontsize": 8.5, "ha": "center", "va": "center", "zorder": 4, "path_effects": halo}
+        texts = [panel.text(0.5, 0.5, spot.label, **style) for spot in spots]
+        extents = [text.get_window_extent() for text in texts]
+        points = [tuple(panel.transData.transform((spot.costs[cost], spot.height))) for spot in spots]
+        around = panel.get_window_extent()
+        area = (around.x0 + 3, around.y0 + 3, around.x1 - 3, around.y1 - 3)
+        bars = [panel.transData.transform([(spot.costs[cost], end) for end in (spot.low, spot.high)]) for spot in spots]
+        lines = [(x - 3, low, x + 3, high) for (x, low), (_, high) in bars]
+        boxes = placed(points, [(one.width + 6, one.height + 3) for one in extents], area, dot=12.0, lines=lines)
+        back = panel.transData.inverted()
+        for text, box, (x, y), spot in zip(texts, boxes, points, spots, strict=True):
+            text.set_gid(spot.label)
+            text.set_position(back.transform(((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)))
+            near = (min(max(x, box[0] + 3), box[2] - 3), min(max(y, box[1] + 1), box[3] - 1))
+            if math.dist(near, (x, y)) > 20:
+                ends = [back.transform(near), back.transform((x, y))]
+                panel.plot(*zip(*ends, strict=True), color=PROVEN[spot.proven][1], lw=0.7, zorder=1)
+    used = {spot.proven for spot in spots}, {spot.given for spot in spots}
+    colours = [
+        Line2D([], [], ls="", marker="o", ms=8, color=colour, label=words)
+        for key, (words, colour, _) in PROVEN.items()
+        if key in used[0]
+    ]
+    marks = [
+        Line2D([], [], ls="", marker=mark, ms=8, color="#444", label=words)
+        for key, (words, mark, _) in GIVEN.items()
+        if key in used[1]
+    ]
+    mark: dict[str, Any] = {"ls": "", "marker": "o", "ms": 8, "mec": "#444", "mew": 1.6}
+    others = [
+        Line2D([], [], **mark, mfc="white", label="hollow: clients do not know\nthe model's numbers"),
+        Line2D(
+            [], [], ls="", marker="$=$", ms=8, color="#444", label="trained under masks, its\ncipher timed on a slice"
         ),
-        classes=_subsets("Label" if judged.task == "multilabel" else "Class", judged.classes),
-        parts=_subsets(sentence(judged.parted_by), judged.parts),
-        confusion=tuple(
-            (name, tuple((count, count / size) for count in row))
-            for name, (row, size) in zip(names, shares, strict=True)
+        Line2D([], [], ls=":", lw=1.4, color="#555", label="nothing is cheaper and better"),
+    ]
+    epsilon = results["common"].get("epsilon")
+    of = "" if epsilon is None else f", ε = {epsilon:g} where there is one"
+    style = {"fontsize": 8.5, "title_fontsize": 8.5, "frameon": False, "alignment": "left"}
+    for handles, title, left in (
+        (colours, f"Proven towards the server{of}", 0.02),
+        (marks, "What the server got of a client's data", 0.42),
+        (others, "", 0.73),
+    ):
+        canvas.legend(handles=handles, title=title, loc="upper left", bbox_to_anchor=(left, 0.135), **style)
+    canvas.savefig(file)
+    canvas.savefig(file.with_suffix(".svg"), metadata={"Date": None})
+    return file
+
+
+def overview(results: Mapping[str, Any], slots: Mapping[str, int]) -> list[Figure]:
+    """The same for the page, a figure for each cost; `slots` are those of its groups by label."""
+    spots = spots_of(results)
+    return [_overview(spots, cost, slots) for cost in COSTS] if len(spots) > 1 else []
+
+
+_WIDE, _HIGH = 980.0, 520.0
+
+
+def _overview(spots: Sequence[Spot], cost: str, slots: Mapping[str, int]) -> Figure:
+    title, shown = COSTS[cost]
+    values = [math.log10(max(spot.costs[cost], 1e-9)) for spot in spots]
+    low, high = min(values) - 0.3, max(values) + 0.3
+    top = float(_stretched(max(spot.high for spot in spots) + 0.02))
+    heights = [float(_stretched(spot.height)) for spot in spots]
+    points = [(_WIDE * (x - low) / (high - low), _HIGH * y / top) for x, y in zip(values, heights, strict=True)]
+    boxes = placed(points, [(6.6 * len(spot.label) + 6, 15.0) for spot in spots], (0, 0, _WIDE, _HIGH), dot=8.0)
+    traces, notes = [], []
+    for spot, value, height, (x, y), box in zip(spots, values, heights, points, boxes, strict=True):
+        slot = slots.get(spot.label.removeprefix("= "))
+        told = (
+            f"{html.escape(spot.label)}: {percent(spot.height)}, {shown(spot.costs[cost])}<br>"
+            f"{PROVEN[spot.proven][0]}<br>data: {GIVEN[spot.given][0]}"
+            f"<br>the model's numbers are {'hidden from' if spot.hidden else 'open to'} clients"
         )
-        if 0 < len(shares) <= _MOST_CONFUSED
-        else (),
-    )
-
-
-def _subsets(what: str, subsets: Sequence[Subset]) -> Grid:
-    names = list(dict.fromkeys(name for subset in subsets for name in subset.figures))
-    rows = tuple(
-        (
-            subset.name,
-            str(subset.samples),
-            *(_whole(told(name, subset.figures[name])) if name in subset.figures else DASH for name in names),
-        )
-        for subset in subsets
-    )
-    return Grid((what, "Samples", *(_title(name) for name in names)), rows)
-
-
-def judged_table(groups: Sequence[SourceGroup]) -> Grid:
-    """Schemes side by side: means over seeds with the lowest and highest, or an interval; the constant answer below."""
-    names = list(dict.fromkeys(name for judged in _judged(groups) for name in judged.figures))
-    rows = [(group.label, *(_measured(group, name) for name in names)) for group in groups]
-    beside = [constant_answer(groups, name) for name in names]
-    rows += [(beside[0][0], *(figure for _, figure in beside))] if beside else []
-    return Grid(("Scheme", *(_title(name) for name in names)), tuple(rows))
-
-
-def _judged(groups: Sequence[SourceGroup]) -> list[Judgement]:
-    return [judged for group in groups for run in group.runs if (judged := run.judged) is not None]
-
-
-def constant_answer(groups: Sequence[SourceGroup], name: str) -> tuple[str, str]:
-    """The best constant answer and what it gets; splits differ between seeds, and so does that."""
-    judged = _judged(groups)
-    answers = {sentence(each.constant_answer) for each in judged}
-    figures = [each.figures[name].baseline for each in judged if name in each.figures]
-    return (
-        answers.pop() if len(answers) == 1 else "A constant answer",
-        spread([value for value in figures if value is not None], lambda value: shown(name, value)),
-    )
-
-
-def _measured(group: SourceGroup, name: str) -> str:
-    figures = [run.judged.figures[name] for run in group.runs if run.judged is not None and name in run.judged.figures]
-    if len(figures) == 1:
-        return _whole(told(name, figures[0]))
-    values = [figure.value for figure in figures if figure.value is not None]
-    return spread(values, lambda value: shown(name, value))
-
-
-def reliability(groups: Sequence[SourceGroup]) -> Figure | None:
-    """How often answers are right, by how sure the model is of them."""
-    lines, told_of = [], []
-    for group in groups:
-        run = _worst(group)
-        judged = None if run is None else run.judged
-        if judged is None or not judged.reliability:
-            continue
-        lines.append(
+        traces.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
-                "name": label(group),
-                "x": [each.confidence for each in judged.reliability],
-                "y": [each.accuracy for each in judged.reliability],
-                "customdata": [
-                    f"{each.confidence:.0%} sure, {each.accuracy:.0%} right, {each.samples} samples"
-                    for each in judged.reliability
-                ],
-                "hovertemplate": "%{customdata}",
-                "line": {"width": 2, "dash": group.dash},
-                "marker": {"size": 6, "symbol": group.symbol},
-                "meta": {"slot": group.slot, "role": "line"},
+                "mode": "markers",
+                "name": html.escape(spot.label),
+                "x": [spot.costs[cost]],
+                "y": [height],
+                "error_y": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [float(_stretched(spot.high)) - height],
+                    "arrayminus": [height - float(_stretched(spot.low))],
+                    "thickness": 1.5,
+                    "width": 0,
+                },
+                "marker": {"size": 11, "symbol": GIVEN[spot.given][2] + "-open" * spot.hidden},
+                "hovertemplate": f"{told}<extra></extra>",
+                "meta": {"slot": slot, "role": "point", "paint": PROVEN[spot.proven][2]},
             }
         )
-        told_of.append(f"{group.label} is off by {shown('ece', judged.figures['ece'].value)} on average")
-    if not lines:
-        return None
-    diagonal = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "as sure as right",
-        "x": [0, 1],
-        "y": [0, 1],
-        "line": {"width": 1.5, "dash": "dot"},
-        "hoverinfo": "skip",
-        "meta": {"slot": None, "role": "front"},
-    }
-    axis = {"tickformat": ".0%", "range": [0, 1.02]}
+        notes.append(
+            {
+                "x": value,
+                "y": height,
+                "text": html.escape(spot.label),
+                "showarrow": True,
+                "arrowhead": 0,
+                "arrowwidth": 0.6,
+                "ax": (box[0] + box[2]) / 2 - x,
+                "ay": y - (box[1] + box[3]) / 2,
+                "font": {"size": 11},
+                "borderpad": 0,
+                "standoff": 6,
+                "name": "" if slot is None else str(slot),
+            }
+        )
+    used = {spot.proven for spot in spots}
+    colours = "; ".join(f"{words} ({_SERIES[series]})" for key, (words, _, series) in PROVEN.items() if key in used)
+    marks = "; ".join(f"{symbol} {words}" for _, (words, _, symbol) in GIVEN.items())
+    axis = {"title": {"text": title}, "type": "log", "range": [low, high], "dtick": "D2", "tickformat": "~s"}
+    told = "; ".join(f"{one.label} {percent(one.height)} at {shown(one.costs[cost])}" for one in spots)
     return Figure(
-        name="reliability",
-        title="Sure and right",
-        reading="Answers by how sure the model is of them. On the dotted line it is right as often as it says; below "
-        "it, it is too sure.",
-        alternative=f"Line chart of how often answers are right by confidence: {'; '.join(told_of)}.",
+        name=f"overview-{cost}",
+        title=f"Every scheme: test accuracy against {title[0].lower()}{title[1:]}",
+        reading="Room goes by the size of the error, since most are near one another at the top. "
+        f"Colour is what is proven towards the server: {colours}. Shape is what the server got of a client's "
+        f"data: {marks}. Hollow: a client does not know the model's numbers. With = in front: trained under masks that "
+        "open the same sums, its cipher timed on a slice and scaled.",
+        alternative=f"Scatter chart: {told}.",
         drawing={
-            "data": [diagonal, *lines],
+            "data": traces,
             "layout": {
-                "xaxis": {"title": {"text": "How sure"}, **axis},
-                "yaxis": {"title": {"text": "How often right"}, **axis},
+                "xaxis": axis,
+                "yaxis": {
+                    "title": {"text": ACCURACY.title},
+                    "range": [0, top],
+                    "tickvals": [float(_stretched(tick)) for tick in _TICKS],
+                    "ticktext": [f"{100 * tick:.0f} %" for tick in _TICKS],
+                },
+                "annotations": notes,
                 "hovermode": "closest",
+                "height": 600,
             },
         },
+        wide=True,
     )
 
 
-def _title(name: str) -> str:
-    return sentence(TITLES[name])
-
-
-def _whole(text: str) -> str:
-    """A figure keeps its unit in one line; its interval, whole too, may go to the next."""
-    return text.replace(" %", f"{_KEEP}%").replace("–", f"{_JOIN}–{_JOIN}").replace(" to ", f"{_KEEP}to{_KEEP}")
+_SERIES = ("blue", "orange", "green", "purple", "yellow", "grey", "cyan", "pink")

@@ -169,6 +169,8 @@ class ReportSources:
     audits: tuple[Audited, ...]
     """Audits whose run is not there."""
     failures: tuple[Failure, ...]
+    compared: tuple[Mapping[str, Any], ...] = ()
+    """What comparisons found: the content of each compare.json."""
 
 
 def gather(sources: Sequence[Path]) -> ReportSources:
@@ -178,12 +180,14 @@ def gather(sources: Sequence[Path]) -> ReportSources:
     folders: list[Path] = []
     audits: list[Path] = []
     failures: list[Failure] = []
+    compared: list[Mapping[str, Any]] = []
     for source in sources:
         place = source.parent if source.name in (_COMPARE, _AUDIT) and source.is_file() else source
         if (place / "config.toml").exists():
             folders.append(place)
         elif (place / _COMPARE).exists():
-            inside, failed = _compared(place)
+            content, inside, failed = _compared(place)
+            compared.append(content)
             folders += inside
             failures += failed
         elif (place / _AUDIT).exists():
@@ -198,6 +202,7 @@ def gather(sources: Sequence[Path]) -> ReportSources:
         runs=tuple(_run(folder) for folder in _once(folders)),
         audits=tuple(_audit(folder) for folder in _once(audits)),
         failures=tuple(failures),
+        compared=tuple(compared),
     )
 
 
@@ -205,8 +210,8 @@ def _once(folders: Iterable[Path]) -> list[Path]:
     return list({folder.resolve(): folder for folder in reversed(list(folders))}.values())[::-1]
 
 
-def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
-    """The run folders of a comparison, and what failed."""
+def _compared(place: Path) -> tuple[dict[str, Any], list[Path], list[Failure]]:
+    """What a comparison found, its run folders, and what failed."""
     file = place / _COMPARE
     content = read_named(file)
     runs = content.get("runs")
@@ -224,7 +229,7 @@ def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
             failures.append(Failure(str(run.get("scheme", "unknown")), run.get("seed"), reason))
         else:
             folders.append(folder)
-    return folders, failures
+    return content, folders, failures
 
 
 def _run(path: Path) -> Run:
@@ -374,3 +379,74 @@ def _label(run: Run, parts: Sequence[Sequence[Run]]) -> str:
 
 def _told(value: Any) -> str:
     return " ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+# --- a comparison of all schemes, as one picture shows it
+
+_GOT = {"as if unprotected": "all", "in part": "part", "nothing": "nothing"}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A scheme in the picture: how often its model is right, with the interval; the rest by tables of `figures`."""
+
+    label: str
+    height: float
+    low: float
+    high: float
+    costs: Mapping[str, float]
+    proven: str
+    given: str
+    hidden: bool
+    """Whether a client does not know most of the model's numbers."""
+
+
+def spots_of(results: Mapping[str, Any]) -> list[Spot]:
+    """Every scheme of a comparison (the content of compare.json) that was trained to tell classes, and attacked."""
+    return [
+        _spot(name, figures)
+        for name, figures in results.get("schemes", {}).items()
+        if figures.get("n") and "test_accuracy" in figures and "cost" in figures and "attacked" in figures
+    ]
+
+
+def _spot(name: str, figures: Mapping[str, Any]) -> Spot:
+    cost, attacked, privacy = figures["cost"], figures["attacked"], figures["privacy"]
+    judged, mean = figures.get("judged", {}).get("accuracy", {}), figures["test_accuracy"]["mean"]
+    data, numbers = attacked.get("data"), attacked.get("the model's parameters", {})
+    return Spot(
+        f"= {name}" if "slice" in cost else name,
+        mean,
+        judged.get("low") or mean,
+        judged.get("high") or mean,
+        {
+            "bytes": sum(cost.get(way, figures[way]["mean"]) for way in ("bytes_down", "bytes_up")),
+            "seconds": cost["seconds"],
+        },
+        _proven(privacy),
+        "unread" if data is None else _GOT.get(data["verdict"], "open"),
+        numbers.get("exact", 1.0) < 0.5,
+    )
+
+
+def _proven(privacy: Mapping[str, Mapping[str, Any]]) -> str:
+    server, clients = privacy.get("server", {}), privacy.get("clients", {})
+    verdict = server.get("verdict")
+    if verdict == "differential privacy":
+        return "client" if str(server["unit"]).startswith("all data") else "record"
+    if verdict in ("conditional", "estimate"):
+        return "conditional"
+    if verdict in ("aggregate only", "ciphertexts only"):
+        return "sums"
+    return "none" if clients.get("epsilon") is None else "clients"
+
+
+def what_was_compared(results: Mapping[str, Any]) -> str:
+    """Data, network, clients and rounds in a line."""
+    common = results["common"]
+    runs = [run["summary"] for run in results["runs"] if run.get("ok")]
+    data = str(common["dataset"]).rstrip("/").rsplit("/", 1)[-1]
+    samples = runs[0].get("data", {}).get("samples") if runs else None
+    size_of = f" ({samples:,} samples)" if isinstance(samples, int) else ""
+    numbers = f", {runs[0]['parameters']:,} parameters" if runs else ""
+    return f"{data}{size_of}, {common['model']}{numbers}, {common['clients']} clients, {common['rounds']} rounds"

@@ -21,18 +21,7 @@ from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import Ledger
 from fedveil.plain import parse_model_options
-from fedveil.report.figures import (
-    Figure,
-    JudgedView,
-    Worth,
-    constant_answer,
-    curves,
-    judged_table,
-    judged_views,
-    reliability,
-    trade_offs,
-    worth_of,
-)
+from fedveil.report.figures import Figure, Worth, curves, overview, trade_offs, worth_of
 from fedveil.report.sources import (
     DASH,
     Audited,
@@ -50,7 +39,20 @@ from fedveil.report.sources import (
     size,
     spread,
 )
-from fedveil.report.words import AuditView, Claim, LedgerEntry, audit_view, claim, entry, whole
+from fedveil.report.words import (
+    AuditView,
+    Claim,
+    JudgedView,
+    LedgerEntry,
+    audit_view,
+    claim,
+    constant_answer,
+    entry,
+    judged_table,
+    judged_views,
+    reliability,
+    whole,
+)
 from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
@@ -181,7 +183,14 @@ def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
         side_by_side=judged_table(groups),
         reliability=reliability(groups),
         curves=tuple(curves(groups)),
-        trade_offs=tuple(trade_offs(groups)),
+        trade_offs=(
+            *(
+                figure
+                for compared in material.compared
+                for figure in overview(compared, {group.label: group.slot for group in groups})
+            ),
+            *trade_offs(groups),
+        ),
         ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
         without_ledger=tuple(group.label for group in groups if group.worst.ledger is None),
         audits=tuple((label, audit_view(audit, with_records=with_records)) for label, audit in audited),

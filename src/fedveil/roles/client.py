@@ -155,12 +155,14 @@ def own_target(scheme: Scheme) -> Policy:
 
 class ClientTerms(TypedDict, total=False):
     """What is a client's own: `policy`, which no message to it can widen; `roster`, which pins everybody's signing key;
-    `identities`, this machine's own private ones."""
+    `identities`, this machine's own private ones; `told`, a digest of what its local work is told besides the request,
+    which others under the same masks must have been told, too."""
 
     secrets: SecretSource | None
     policy: Policy | None
     roster: Roster | None
     identities: Mapping[int, bytes] | None
+    told: bytes
 
 
 class Participant(ABC):
@@ -183,6 +185,7 @@ class Participant(ABC):
             self._policy = policy if self._books_repairs else policy.held_to(self._policy)
         self._roster = own.get("roster")
         self._identities = own.get("identities") or {}
+        self._told = own.get("told", b"")
 
     def handle(
         self,
@@ -313,6 +316,7 @@ class ClientRole(Participant):
         ring = state.keys
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
+        self._uplink.acquaint(state, private, self._roster)
         state = self._uplink.admit(state, context, private)
         together = [peer for peer in state.grouped if peer in context.cohort]
         size = len(together) if together else self._uplink.summed_with(len(context.cohort))
@@ -348,8 +352,9 @@ class ClientRole(Participant):
         last = self._latest
         if last is None or last[0] is not request or last[1].directory is not directory or last[1].beacon != beacon:
             cohort = () if request.cohort is None else tuple(request.cohort.tolist())
-            self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory, beacon))
-            return self._latest[1]
+            context = RoundContext(request.round, request.attempt, cohort, directory, beacon, told=self._told)
+            self._latest = (request, context)
+            return context
         return last[1]
 
     def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:

@@ -17,11 +17,13 @@ The run (`Conductor.run`)
 
     Before a round is asked for: its cohort is drawn (from a seed, or from the epoch's beacon where masks or noise are
     shared: there it is nobody's choice); clients that the round would bring over the privacy target are left out; and
-    the uplink is asked whether so few still hide each other. If not, the run stops, with what it has.
+    the uplink is asked whether so few still hide each other. If not, the run stops, with what it has; where each client
+    is drawn by chance, and enough are there for another draw, that round alone is skipped, before anybody is asked.
 
 A round (`ServerRole._round`)
 
     RoundBegins
+    Ask(…) *        what must be dealt for this round alone, by the uplink's `dealing`: keys of an authority
     Ask(Train)      the model under this round's veil; uploads fold into the uplink's sum as they come
     Ask(…) *        phases of the uplink's own, as long as `uplink.open` names one: unmasking, repair of noise
     RoundDone       the sum is recovered under the veil, averaged, and the model has moved one step
@@ -57,6 +59,7 @@ from fedveil.downlink.architecture import Architecture, Weights, batch_norms
 from fedveil.downlink.messages import ClipBroadcast, Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Accountant
+from fedveil.ledger.releases import UndeclaredError
 from fedveil.protocol.directory import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
@@ -79,6 +82,7 @@ from fedveil.work.batches import Schedule
 from fedveil.work.held_back import FIGURES
 
 _LATECOMERS_EVERY = 10
+_NOBODY = Gathered((), {}, (), 0, 0)
 
 
 class RunPosition(Protocol):
@@ -159,21 +163,53 @@ class Conductor(ABC):
             try:
                 context, able = yield from self._assembled()
             except ConfigError as reason:  # no noise would do for so few
+                if self._drawn_too_few():
+                    yield self._skipped(str(reason))
+                    continue
                 if self._position.round == self._first:
                     raise
                 yield RunStopped(str(reason).rstrip("."))
                 return
-            if len(able) < self._fewest:
-                yield RunStopped(self._why_stopped(context, able))
+            few = self._too_few(context, able)
+            if few and not self._drawn_too_few():
+                yield RunStopped(few)
                 return
-            try:
-                self._scheme.uplink.fits(len(able))
-                self._scheme.uplink.fits(len(context.cohort), asked=self._cohort.size)
-            except ConfigError as reason:
-                yield RunStopped(self._refusal() or str(reason).rstrip("."))
-                return
-            yield from self._round(context, able)
+            if few:
+                yield self._skipped(few)
+            else:
+                yield from self._round(context, able)
         yield from self._finish()
+
+    def _too_few(self, context: RoundContext, able: tuple[int, ...]) -> str:
+        """Why a round is not to be asked for; empty where it is."""
+        if len(able) < self._fewest:
+            return self._why_stopped(context, able)
+        unfit = self._unfit(len(able)) or self._unfit(len(context.cohort), asked=context.asked)
+        return (self._refusal() or unfit) if unfit else ""
+
+    def _drawn_too_few(self) -> bool:
+        """Whether chance alone has left a round too small: of those that are there, another may draw enough."""
+        return bool(self._cohort.rate) and self._here >= self._cohort.least and not self._unfit(self._here)
+
+    @property
+    def _here(self) -> int:
+        """How many clients a round could have, of those that are there."""
+        known = self._introductions
+        return min(self._cohort.clients if known is None else len(known.present), self._cohort.size)
+
+    def _unfit(self, clients: int, *, asked: int | None = None) -> str:
+        """Why the uplink takes no round of so many clients; empty where it does."""
+        try:
+            self._scheme.uplink.fits(clients, asked=asked)
+        except ConfigError as reason:
+            return str(reason).rstrip(".")
+        return ""
+
+    def _skipped(self, why: str) -> RoundDone:
+        """A round that is over before anybody was asked: there is nothing to charge."""
+        round = self._position.round
+        self._position.round += 1
+        return RoundDone(round, None, (), Gathered((), {}, (), 0, 0), failed=why.rstrip("."), skipped=True)
 
     def _assembled(self) -> Generator[Step, Gathered | None, tuple[RoundContext, tuple[int, ...]]]:
         """This round's clients, with privacy left to spend, and those of them that know everything they must.
@@ -231,7 +267,8 @@ class Conductor(ABC):
 
     @property
     def _fewest(self) -> int:
-        return 1 if self._accountant is None or self._accountant.limit is None else min(2, self._cohort.size)
+        limited = self._accountant is not None and self._accountant.limit is not None
+        return min(2, self._cohort.size) if limited and not self._cohort.rate else 1
 
     def _refusal(self) -> str:
         """Why somebody could not be made acquainted with the others; empty where nobody refused."""
@@ -239,6 +276,8 @@ class Conductor(ABC):
         return too_few("have agreed on keys", refused) or too_few("have a size that compares", self.left_out)
 
     def _why_stopped(self, context: RoundContext, able: tuple[int, ...]) -> str:
+        if not context.cohort and self._drawn_too_few():
+            return f"fewer clients were drawn for it than the {self._cohort.least} that a round must have"
         refusal = self._refusal()
         if refusal:
             return refusal
@@ -247,7 +286,7 @@ class Conductor(ABC):
                 f"round {context.round + 1} would bring clients over the privacy target, and {len(able)} are "
                 "left that it would not"
             )
-        return "no client has introduced itself"
+        return (self._here and self._unfit(self._here)) or "no client has introduced itself"
 
 
 def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:
@@ -301,7 +340,14 @@ class ServerRole(Conductor):
         self._owed: dict[int, Request] = {}
         self._figures: Tensor | None = None
         self.state: ServerState = state
-        self._declared.check([f"upload.{name}" for name in self._terms.layout.names])
+        try:
+            self._declared.check([f"upload.{name}" for name in self._terms.layout.names])
+        except UndeclaredError as reason:
+            raise UndeclaredError(
+                f"{reason} Of a contribution an uplink declares every section, whatever message it travels in: "
+                "releases_of(Upload, sections=layout.names), with your own kind of Upload where there is one "
+                "(docs/how-to/own-uplink.md)."
+            ) from reason
 
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         return tuple(clients) if self._dealing is None else (yield from self._dealing.steps(clients))
@@ -346,6 +392,14 @@ class ServerRole(Conductor):
         begins = context.begins()
         if moves:
             yield begins
+        try:
+            handed = {} if self._dealing is None else (yield from self._dealing.of_round(context))
+        except ProtocolError as reason:  # nobody is asked
+            state.round += moves
+            done = RoundDone(context.round, None, context.cohort, _NOBODY, failed=str(reason), code=reason.code)
+            yield done if moves else RunJudged(None, str(reason))
+            return
+        owed |= {client: handed[client] for client in able if client in handed}
         gathered = yield Ask(able, request, total, each=owed)
         assert gathered is not None
         for client in gathered.arrived:  # whoever is missing may not have been told, and is told again
@@ -363,7 +417,9 @@ class ServerRole(Conductor):
                     yield replace(begins, arrived=traffic.arrived, revealed=revealed, seen=traffic.seen)
                 answer = yield phase
                 assert answer is not None
-                gathered, traffic = answer, traffic.and_then(answer)
+                of_clients = set(phase.to) <= set(context.cohort)
+                booked = answer if of_clients else replace(answer, bytes_down=0, bytes_up=0)
+                gathered, traffic = answer, traffic.and_then(booked)
                 phase = uplink.open(total, gathered, context)
             self._figures = None
             recovered, clip = self._recovered(veil, total, context, arrived=traffic.arrived)

@@ -11,7 +11,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -351,10 +351,22 @@ class RunFolder:
             )
         if summary is None or summary["rounds"] < config.rounds:
             return None
-        started = RunConfig.from_mapping(self.stored_settings(), where=str(self.config_file))
-        if started.fingerprint() != config.fingerprint():
-            raise CheckpointError(f"The run in {self.path} is finished, and belongs to a run with other settings.")
+        changed = self.changed(config)
+        if changed is not None:
+            raise CheckpointError(
+                f"The run in {self.path} is finished, and belongs to a run with other settings.{changed}"
+            )
         return summary
+
+    def changed(self, config: RunConfig) -> str | None:
+        """A sentence that names what shapes the run and is not what it was started with; None where nothing is."""
+        started = RunConfig.from_mapping(self.stored_settings(), where=str(self.config_file))
+        if started.fingerprint() == config.fingerprint():
+            return None
+        shaping = {one.name for one in fields(config) if one.metadata.get("shapes_run", True) or one.name == "rounds"}
+        names = [name for name in vars(started) if name in shaping and getattr(started, name) != getattr(config, name)]
+        told = [f"{name} = {getattr(started, name)!r} and is now {getattr(config, name)!r}" for name in names]
+        return f" It was started with {', '.join(told)}." if told else ""
 
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""

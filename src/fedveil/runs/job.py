@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import secrets as system_random
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
-from fedveil.tensors import statistics_in
+from fedveil.tensors import statistics_in, twin_of
 from fedveil.uplink.grouped import check_grouped
 from fedveil.work import Batches, BinaryCrossEntropy, Loss
 from fedveil.work.batches import Factor
@@ -62,6 +61,11 @@ EPSILON = (
 UNBOUNDED = (
     "not a DP guarantee: batch normalisations mix the samples of a batch, and their statistics travel under noise that "
     "is made for the clipped update and not for them: no ε is counted (accounting = exact refuses such models)"
+)
+ADAM = (
+    "clients step by Adam: a number whose true gradient is 0 (a bias before a batch normalisation, or of attention "
+    "keys) is moved by rounding alone, without a veil as under one, and not to the same place; the function that is "
+    "trained does not see it, running means lag behind it (a larger client_tau holds it still)"
 )
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
@@ -237,6 +241,8 @@ class Job:
                 for part in self.architecture.skeleton.modules()
             ):
                 said = (*said, DROPOUT)
+            if self.config.client_optimiser == "adam":
+                said = (*said, ADAM)
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
         elif self.architecture.table is not None and self.facts.name is None and self.config.public_start is None:
@@ -413,11 +419,14 @@ def agreed(
     schedule = schedule_of(config, rate_of(config, loss), shape)
     seed = config.seed
     assert seed is not None
-    cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
+    # Clients that hold back samples are asked once more after the last round.
+    rounds = config.rounds + (config.client_test_fraction is not None)
+    cohort = Cohort.of(
+        clients, cohort=config.cohort, seed=seed, sampling_rate=config.sampling_rate, rounds=max(rounds, 1)
+    )
     setting = Setting(
         *(loss, Batches(config.batch_size, seed), schedule, config.vectorise),
-        # Clients that hold back samples are asked once more after the last round.
-        rounds=config.rounds + (config.client_test_fraction is not None),
+        rounds=rounds,
         family=config.family,
         known_start=bool(config.public_start),
         robust_groups=config.robust_groups or 0,
@@ -431,7 +440,7 @@ def agreed(
             f"clipped, sums are held to {spelled('clip')} and to what noise adds, without a setting."
         )
     if config.robust_groups:
-        check_grouped(scheme, cohort=cohort.size, clients=clients, recorded=config.record)
+        check_grouped(scheme, everybody=cohort.everybody, recorded=config.record)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio, max_update_norm=config.max_update_norm)
     if config.family not in ("auto", scheme.downlink.family):
         why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
@@ -457,18 +466,19 @@ def attended(
         known = replace(
             setting,
             participations=cohort.most_participations(setting.rounds),
-            rate=cohort.size / cohort.clients,
+            rate=cohort.rate or cohort.size / cohort.clients,
             cohort=cohort.size,
             clients=cohort.clients,
+            least=cohort.least if cohort.rate else 0,
             simulation=simulation,
         )
         return info.assemble(known, options)
 
     scheme = assembled(cohort)
-    if simulation or cohort.size == cohort.clients or scheme.uplink.introduction != "keys":
+    if cohort.everybody or scheme.uplink.introduction != "keys":
         return scheme, cohort
-    shuffled = replace(cohort, shuffled=True)
-    return assembled(shuffled), shuffled
+    drawn = replace(cohort.hiding(), shuffled=not simulation)
+    return (scheme if drawn == cohort else assembled(drawn)), drawn
 
 
 def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) -> tuple[Architecture, Weights]:
@@ -504,6 +514,7 @@ def assemble_job(
     input, where settings say that there is one.
     """
     device, dtype = device_of(config), dtype_of(config)
+    guard = _guard(config) if guard is None else guard
     if common is None:
         common = agreed(config, clients=len(pool), task=facts.task, outputs=facts.outputs)
     assert config.seed is not None
@@ -541,11 +552,17 @@ def assemble_job(
         facts=replace(facts, link=Link.of(common.loss, facts.task)),
         coverage=covered,
         secrets=source,
-        cohort=common.cohort,
-        guard=_guard(config) if guard is None else guard,
+        cohort=_accepted(common.cohort, guard.policy),
+        guard=guard,
         optimiser=common.optimiser,
         validation=None if validation is None else validation.to(dtype=dtype, device=device),
     )
+
+
+def _accepted(cohort: Cohort, policy: Policy | None) -> Cohort:
+    """The same, and where chance decides how many a round has, none that the clients' policy would refuse."""
+    least = 1 if policy is None or policy.min_cohort is None else policy.min_cohort
+    return replace(cohort, least=min(max(cohort.least, least), cohort.size)) if cohort.rate else cohort
 
 
 def _covered(
@@ -657,7 +674,7 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
     model = model.to(example.dtype) if example.is_floating_point() else model
     try:
         with torch.no_grad():
-            output = copy.deepcopy(model).eval()(example)  # the model itself has been shown nothing yet
+            output = twin_of(model).eval()(example)  # the model itself has been shown nothing yet
     except Exception as reason:
         raise ConfigError(
             f"The model does not take inputs of shape {facts.input_shape}: {type(reason).__name__}: {reason}"
@@ -670,7 +687,7 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
         )
     try:
         with torch.random.fork_rng(devices=[]):
-            twin = copy.deepcopy(model)
+            twin = twin_of(model)
             output = (twin if twin.training else twin.train())(example)
             if isinstance(output, Tensor) and output.requires_grad:
                 output.sum().backward()  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ from fedveil.errors import (
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
-from fedveil.protocol.parts import clip_factor
+from fedveil.protocol.parts import Authority, clip_factor
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunJudged, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
@@ -101,6 +101,13 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
     begun = fresh_state(job) if state is None else state
     start = Held.fresh(begun.weights.clone(), begun.velocity.clone())
     return HolderRole(job.scheme, job.architecture, start=start, optimiser=job.optimiser, **own)
+
+
+def authority_role(job: Job) -> Authority | None:
+    """The key authority of a job, where its scheme has one, with secrets that lead to nobody else's."""
+    source = job.secrets.branch("authority") if isinstance(job.secrets, SeededSecrets) else job.secrets
+    guard = job.guard
+    return job.scheme.uplink.authority_role(secrets=source, roster=guard.roster, identities=guard.identities)
 
 
 OnRound = Callable[[Row, ServerState], None]
@@ -217,6 +224,7 @@ def train_job(
         kept=None if memory is None else memory.kept(),
         listen=listen if recorder is None else recorder.hear,
         on_answer=on_answer,
+        authority=authority_role(job),
     )
     if memory is not None:
         memory.kept = engine.kept
@@ -318,7 +326,7 @@ def conduct(
         declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
         if privacy_journal.accountant is not None:
             privacy_journal.end(done, void=declined and not done.gathered.missing)
-        failures += bool(done.failed) and not done.bad
+        failures += bool(done.failed) and not done.bad and not done.skipped
         # Whoever is missing has not said so: one client's word does not end the run for it.
         if declined and done.round > 0 and (not done.gathered.missing or failures >= _MOST_FAILURES):
             state.round = done.round  # nobody takes part any more: what was trained before this round is the result
@@ -349,6 +357,8 @@ def conduct(
             say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
         if done.bad:
             say(f"{WARNING}{refused_round(row)}")
+        if done.skipped:
+            say(f"Round {row['round']} is skipped, and costs nothing: {done.failed}.")
         try:
             if on_round is not None:
                 on_round(row, state)
@@ -389,7 +399,7 @@ def _log(row: Row) -> None:
     _LOG.debug("round %d: loss %s from %d clients", row["round"], row["loss"], row["clients"])
     for client, why in row.get("refused", {}).items():
         _LOG.info("round %d: client %s refused: %s", row["round"], client, why)
-    if "failed" in row:
+    if "failed" in row and "skipped" not in row:
         _LOG.warning("round %d failed: %s", row["round"], row["failed"])
 
 
@@ -450,6 +460,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     }
     if done.failed:
         row["failed"] = done.failed
+    if done.skipped:
+        row["skipped"] = True
     if done.bad:
         row |= {"code": str(done.code), "suspects": list(gathered.arrived)}
     if gathered.refused:
@@ -611,7 +623,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary["target"] = target_reached(config.target_accuracy, rows)
     if weights := getattr(job.loss, "class_weights", ()):
         summary["class_weights"] = list(weights)
-    failed = sum("failed" in row for row in rows)
+    skipped = sum("skipped" in row for row in rows)
+    failed = sum("failed" in row for row in rows) - skipped
+    summary |= {"skipped_rounds": skipped} if skipped else {}
     if failed:
         summary["failed_rounds"] = failed
     bad = [row["round"] for row in rows if "suspects" in row]

@@ -164,7 +164,11 @@ def _no_model(path: Path, reason: Exception) -> str:
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """What a model file says of itself, and its tensors, whole."""
     if path.is_dir():
-        path = path / "model.safetensors"
+        run, path = path, path / "model.safetensors"
+        if not path.exists() and (run / "config.toml").exists():
+            raise CheckpointError(
+                f"The run in {run} has not ended and has no model yet: go on with `fedveil run --resume --out {run}`."
+            )
     if not path.is_file():
         raise ConfigError(f"There is no model at {path}: give a run folder, its model.safetensors, or an export.")
     try:

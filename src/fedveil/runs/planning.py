@@ -16,6 +16,7 @@ from fedveil import schemes
 from fedveil.downlink import Architecture, draw_for
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
+from fedveil.ledger.caveats import sampled_clients
 from fedveil.ledger.correlated import (
     DENSE_UP_TO,
     NoiseGraph,
@@ -72,6 +73,9 @@ class Rounds:
     def noise_layout(self, round: int = 0, *, plan: NoisePlan | None = None) -> NoiseLayout:
         """The noise of a round."""
         members = self.cohort.draw(round)
+        if self.cohort.rate:  # of usual size, large and small clients alike
+            count, size = self.cohort.clients, self.cohort.expected
+            members = tuple(place * count // size for place in range(size))
         samples = [self.samples[client] for client in members]
         reach = [self.work.sensitivity(count) for count in samples]
         seed = graph_seed(beacon=b"planned", round=round, members=members)
@@ -88,7 +92,7 @@ class Charged:
 
 def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     """Charge `accountant` for a whole run in which everybody answers."""
-    plan, size = rounds.plan, rounds.cohort.size
+    plan, size = rounds.plan, rounds.cohort.expected
     paired = plan.layout == "pairs" and plan.circle(size) is None  # what a circle proves is alike every round
     sparse = paired and plan.neighbours is not None
     each = min(plan.neighbours or size, size - 1)
@@ -100,11 +104,12 @@ def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     if sparse and size > DENSE_UP_TO:
         return _bounded(accountant, rounds)
     first = rounds.noise_layout()
-    if size == rounds.cohort.clients and not sparse:
+    if rounds.cohort.everybody and not sparse:
         accountant.charge(first)
         _repeat(accountant, rounds.times, rounds=rounds.count)
         return Charged(first)
-    if size <= ROUND_BY_ROUND_UP_TO and not rounds.cohort.shuffled:  # any client may have the busiest seats
+    # Any client may have the busiest seats, or be drawn most often.
+    if size <= ROUND_BY_ROUND_UP_TO and not rounds.cohort.shuffled and not rounds.cohort.rate:
         for round in range(rounds.count):
             accountant.charge(rounds.noise_layout(round))
         return Charged(first)
@@ -225,6 +230,7 @@ class Question:
     samples: tuple[int, ...]
     rounds: int
     cohort: float | int | None = None
+    sampling_rate: float | None = None
     batch_size: int = 0
     options: Mapping[str, Option] = field(default_factory=dict)
     seed: int = 0
@@ -232,6 +238,8 @@ class Question:
     def __post_init__(self) -> None:
         if not self.samples:
             raise ConfigError("There must be at least one client.")
+        if self.sampling_rate is not None and not 0 < self.sampling_rate <= 1:
+            raise ConfigError(f"sampling_rate must lie above 0 and be at most 1 (got {self.sampling_rate}).")
         if self.rounds < 1:
             raise ConfigError(f"rounds must be positive (got {self.rounds}).")
         if self.batch_size < 0:
@@ -278,6 +286,7 @@ class Planned:
     cohort: int
     rounds: int
     participations: int
+    sampling_rate: float | None = None
     accounting: str | None = None
     exact: Noise | None = None
     paper: Noise | None = None
@@ -297,7 +306,13 @@ class Planned:
 
 def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None = None) -> Planned:
     """Answer a question; `model` (with an example of its input) makes the bounds that depend on one concrete."""
-    cohort = Cohort.of(len(question.samples), cohort=question.cohort, seed=question.seed)
+    cohort = Cohort.of(
+        len(question.samples),
+        cohort=question.cohort,
+        seed=question.seed,
+        sampling_rate=question.sampling_rate,
+        rounds=question.rounds,
+    )
     scheme, cohort = _scheme(question, cohort)
     participations = cohort.most_participations(question.rounds)
     scheme.uplink.fits(cohort.size)
@@ -305,9 +320,10 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     answer = Planned(
         _unspent(question, scheme, architecture, cohort, participations, concrete=model is not None),
         clients=len(question.samples),
-        cohort=cohort.size,
+        cohort=cohort.expected,
         rounds=question.rounds,
         participations=participations,
+        sampling_rate=cohort.rate or None,
     )
     plan = scheme.plan
     if plan is None:
@@ -319,6 +335,8 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     other = _other(rounds)
     both = {plan.accounting: (plan, charged.first), other[0].accounting: other}
     notes = (charged.how,) if charged.how else ()
+    if cohort.rate:
+        notes = (*notes, sampled_clients(cohort.rate, most=plan.target.participations, rounds=plan.target.rounds))
     releases = scheme.releases(architecture)
     return replace(
         answer,

@@ -197,7 +197,8 @@ def _check_promises(job: Job) -> None:
     check_guard(job)
     client_role(job)
     scheme.uplink.prepare()
-    uplink, first = scheme.uplink, job.cohort.draw(0)
+    # Where chance decides who is asked, as many as can be: of fewer, a round is skipped.
+    uplink, first = scheme.uplink, tuple(range(job.cohort.size)) if job.cohort.rate else job.cohort.draw(0)
     neighbours = uplink.noise_neighbours
     if neighbours is not None and (uplink.plan is None or uplink.plan.circle(len(first)) is None):
         _check_graphs(job.cohort, neighbours, rounds=job.config.rounds)
@@ -218,10 +219,11 @@ def _check_promises(job: Job) -> None:
 
 def _check_graphs(cohort: Cohort, neighbours: int, *, rounds: int) -> None:
     """Every round draws a graph of its own; one that falls apart would end the run there."""
-    fewer = min(neighbours, cohort.size - 1)
     for round in range(min(rounds, _GRAPHS)):
         members = cohort.draw(round)
-        if not n_out(members, neighbours=fewer, seed=_seed(members, round)).connected():
+        if len(members) < 2:
+            continue
+        if not n_out(members, neighbours=min(neighbours, len(members) - 1), seed=_seed(members, round)).connected():
             raise ConfigError(
                 f"Graphs of {cohort.size} clients of which each picks {neighbours} fall apart (one of "
                 f"{min(rounds, _GRAPHS)} drawn did), so that a group would be covered by its own noise alone. Raise "

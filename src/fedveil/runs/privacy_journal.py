@@ -1,10 +1,11 @@
 """The privacy journal of a run: every round is written down before clients are asked, and the ledger follows from it.
 
 A line of the journal is one JSON object: `plan` (how noise is planned from here on, and how far each client's data
-reach), `joined` (clients of other machines, as they announce themselves), `begin` and `end` of a round. What was begun
-and never ended is charged as if everything had been seen; a round that every client has declined is `void`, costs
-nothing, and ends an attempt. Lines are chained. For noise whose size is only assumed there is nothing
-to book: what its paper's figure would be worth is said in the ledger's notes.
+reach), `joined` (clients of other machines, as they announce themselves), `begin` and `end` of a round, and `skipped`,
+a round for which chance has drawn too few, so that nobody was asked. What was begun and never ended is charged as if
+everything had been seen; a round that every client has declined is `void`, costs nothing, and ends an attempt. Lines
+are chained. For noise whose size is only assumed there is nothing to book: what its paper's figure would be worth is
+said in the ledger's notes.
 """
 
 from __future__ import annotations
@@ -334,17 +335,22 @@ class PrivacyJournal:
         if self.accountant is None:
             return
         self._meet(begins)
-        if not self._headed:
-            self._headed = True
-            self._write({"plan": dataclasses.asdict(self._terms.plan), **self._known()})
-            if self._file is not None:
-                self.on_plan(self._file.mark)
+        self._head()
         cohort = None if len(begins.cohort) == len(self._job.pool) else list(begins.cohort)
         entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
         if begins.arrived is not None:
             entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
             entry |= _besides(begins.seen, begins.arrived)
         self._write(entry)
+
+    def _head(self) -> None:
+        """Begin an attempt's lines with how its noise is planned."""
+        if self._headed:
+            return
+        self._headed = True
+        self._write({"plan": dataclasses.asdict(self._terms.plan), **self._known()})
+        if self._file is not None:
+            self.on_plan(self._file.mark)
 
     def _meet(self, begins: RoundBegins) -> None:
         """Learn the sample counts of clients on other machines, as they were announced."""
@@ -365,6 +371,10 @@ class PrivacyJournal:
 
     def end(self, done: RoundDone, *, void: bool = False) -> None:
         """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
+        if self.accountant is not None and done.skipped:
+            self._head()
+            self._write({"skipped": done.round})
+            self.accountant.rounds += 1  # it is one of the run's, and cost nobody anything
         if self.accountant is None or self._open is None:
             return
         begins, self._open = self._open, None
@@ -426,6 +436,12 @@ class PrivacyJournal:
                 came = _numbered(entry["joined"])
                 sizes = {client: count for client, (count, _) in came.items()}
                 terms = terms.joined(sizes, {client: reach for client, (_, reach) in came.items()})
+            elif "skipped" in entry:
+                if entry != {"skipped": int(entry["skipped"])}:
+                    raise ValueError("a round is skipped, and says more than that")
+                self._charged.add(entry["skipped"])
+                assert self.accountant is not None
+                self.accountant.rounds += 1
             elif "begin" in entry:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
@@ -515,11 +531,12 @@ class PrivacyJournal:
     def ledger(self, *, rounds: int = 0) -> Ledger:
         """What a run of `rounds` rounds proves."""
         job = self._job
+        unlimited = bool(job.cohort.rate) and self.accountant is None  # nobody sits out
         notes = notes_on(
             job.scheme,
             job.architecture,
             clients=job.cohort.size,
-            rounds=job.cohort.most_participations(job.config.rounds),
+            rounds=job.config.rounds if unlimited else job.cohort.most_participations(job.config.rounds),
             delta=job.config.delta or _DELTA,
             stream=job.secrets.stream("ledger"),
         )
@@ -528,6 +545,10 @@ class PrivacyJournal:
         if again > 0:
             lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
             notes = (*notes, lost)
+        plan = job.scheme.plan
+        if job.cohort.rate and self.accountant is not None and plan is not None:
+            often = {"most": plan.target.participations, "rounds": plan.target.rounds}
+            notes = (*notes, caveats.sampled_clients(job.cohort.rate, **often))
         if self._before_circles:
             notes = (*notes, "what is said of a circle is not so of these rounds: they are from before there was one")
         ledger = ledger_of(

@@ -22,7 +22,7 @@ _CROP, _CUTOUT = 4, 8
 _TRANSFORMED = 0x7F0
 _USUAL_RATES = {"square": 0.02}
 _USUAL_RATE = 0.1
-_ADAPTIVE_RATE = 0.01
+_ADAPTIVE_RATE, _LOCAL_ADAPTIVE_RATE = 0.01, 0.001
 
 
 def rate_of(config: RunConfig, loss: Loss) -> float:
@@ -39,6 +39,8 @@ def usual_rate(config: RunConfig, loss: str) -> float:
         return _ADAPTIVE_RATE
     if config.client_lr is not None:
         return 1.0
+    if config.client_optimiser == "adam":
+        return _LOCAL_ADAPTIVE_RATE
     return _USUAL_RATES.get(loss, _USUAL_RATE)
 
 

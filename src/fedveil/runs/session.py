@@ -189,7 +189,10 @@ def continue_in(
 
 def _newest_good(job: Job, folder: RunFolder) -> tuple[ServerState | None, list[str]]:
     like = job.optimiser.start(job.weights.parameters)
-    return newest_good(folder.checkpoints, job.weights, fingerprint=job.config.fingerprint(), velocity=like)
+    try:
+        return newest_good(folder.checkpoints, job.weights, fingerprint=job.config.fingerprint(), velocity=like)
+    except CheckpointError as reason:
+        raise CheckpointError(f"{reason}{folder.changed(job.config) or ''}") from reason
 
 
 def _final_state(job: Job, folder: RunFolder, *, rounds: int) -> ServerState:

@@ -121,7 +121,7 @@ def check_terms(
         value = _said(config, name)
         value = own.get(name) if value is None else value
         if name == _COHORT:
-            value = _asked(config, accepted)
+            value = _asked(config, accepted, hiding=_NEIGHBOURS in own)
         # A range bounds what a scheme has, or leaves to itself; a value asks for it.
         if not accepted.admits(value) and not (value is None and isinstance(accepted, Between)):
             raise RequiredError(f"the run has {name} = {value!r}, and {where} requires {accepted}")
@@ -145,11 +145,11 @@ def check_terms(
         )
     if _NEIGHBOURS not in own:
         return
-    size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
+    least, size = _sizes(config, hiding=True)
     # Too few for any scheme of this kind is said by the scheme itself.
-    if _COHORT not in required and size < min(_FEWEST, config.clients):
+    if _COHORT not in required and least < min(_FEWEST, config.clients):
         raise RequiredError(
-            f"the run's rounds have {size} clients, and this client accepts {_FEWEST} or more: allow the cohort under "
+            f"the run's rounds have {least} clients, and this client accepts {_FEWEST} or more: allow the cohort under "
             f"[require] in {where} if that is meant"
         )
     wanted = config.neighbours
@@ -170,14 +170,23 @@ def _said(config: RunConfig, name: str) -> Any:
     return getattr(config, name)
 
 
-def _asked(config: RunConfig, accepted: Accepted) -> float | None:
+def _asked(config: RunConfig, accepted: Accepted, *, hiding: bool) -> float | None:
     """How many clients a round asks, whether the run says so as a number, as a share, or by leaving it out."""
     if isinstance(accepted, OneOf) and accepted.admits(config.cohort):
         return config.cohort
-    size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
     bounds = (accepted.least, accepted.most) if isinstance(accepted, Between) else accepted.values
     shares = any(isinstance(bound, float) and 0 < bound < 1 for bound in bounds)
-    return size / config.clients if shares else size
+    sizes = [size / config.clients if shares else size for size in _sizes(config, hiding=hiding)]
+    # Where chance decides, both the smallest round and the largest are to be accepted.
+    return next((size for size in sizes if not accepted.admits(size)), sizes[-1])
+
+
+def _sizes(config: RunConfig, *, hiding: bool) -> tuple[int, int]:
+    """How many clients a round asks, at least and at most, where sums are to hide their parts or are not."""
+    rate, rounds = config.sampling_rate, config.rounds
+    drawn = Cohort.of(config.clients, cohort=config.cohort, seed=0, sampling_rate=rate, rounds=rounds)
+    drawn = drawn.hiding() if hiding else drawn
+    return (drawn.least if drawn.rate else drawn.size), drawn.size
 
 
 def _own_degree(config: RunConfig, own: Mapping[str, Any], size: int) -> int:
@@ -230,8 +239,9 @@ def create_identities(folder: str | Path, *, clients: int) -> Path:
 
 
 def read_identities(folder: str | Path, *, clients: int) -> dict[int, bytes]:
-    """The private keys of clients 0 … clients − 1."""
-    return {client: read_identity(_file(Path(folder), client)) for client in range(clients)}
+    """The private keys of clients 0 … clients − 1, and a key authority's, which is the next, where it is there."""
+    everybody = clients + _file(Path(folder), clients).exists()
+    return {client: read_identity(_file(Path(folder), client)) for client in range(everybody)}
 
 
 def read_identity(path: Path) -> bytes:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from fedveil.downlink.plain import Plain
 from fedveil.downlink.sketched import Sketched, SketchedLayers
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
-from fedveil.protocol.parts import Scheme
+from fedveil.protocol.parts import Scheme, Uplink
 from fedveil.schemes.client_held import dp_fedavg
 from fedveil.schemes.options import (
+    CLIPPED_STEPS,
+    SMALL_CLIP,
     AdaptiveOptions,
     DpOptions,
     GroupedHeadOptions,
     KeyOptions,
     LocalOptions,
     MaskOptions,
+    same_sums,
 )
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.schemes.server_held import fedavg, veil_secagg
+from fedveil.uplink.functional import FunctionalEncryption
 from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.grid import SHORT_BITS
 from fedveil.uplink.lwe import WORD_BITS, LweMasked
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.selected import Choice, Selected, SelectionNoise
@@ -40,6 +46,7 @@ _SHARED = (
 )
 _PER_VALUE = "ε/c for each of the c = ⌈θ_u·d⌉ values of an epoch (Shokri and Shmatikov 2015)"
 _SHRINKING = DpOptions(noise_decay=0.9)
+_UNDER_MASKS = {"cover": "masks"}
 
 
 @scheme(
@@ -71,6 +78,7 @@ def secagg(
     paper="noise of varying amplitude (Yuan et al. 2023), a baseline of ParaAegis",
     summary="dp-fedavg with noise that shrinks by a factor each round",
     protects="all of a client's data from everybody, (ε, δ); the model from nobody",
+    compared=SMALL_CLIP,
 )
 def varying_dp(
     setting: Setting, *, dp: DpOptions = _SHRINKING, local: LocalOptions, adaptive: AdaptiveOptions
@@ -137,6 +145,7 @@ def ppdl(
         "nothing that is proven: clients know the sketch, and rounds together show the whole model (measured); client "
         "data from the server: not at all"
     ),
+    compared={"lr": 0.0005},
 )
 def dbcl(
     setting: Setting, *, sketch_ratio: int = 2, sketch_layers: SketchedLayers = "all", local: LocalOptions
@@ -200,6 +209,8 @@ def spn(
         "server with fewer clients than a quorum (computational, one client is trusted to deal the key); the model "
         "from nobody"
     ),
+    twin=_UNDER_MASKS,
+    compared=CLIPPED_STEPS,
 )
 def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOptions) -> Scheme:
     """Noise in the sum of the honest clients, and a sum that clients open together."""
@@ -216,6 +227,49 @@ def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOpti
 
 
 @scheme(
+    "hybridalpha",
+    paper="HybridAlpha (Xu et al. 2019), functional encryption of Abdalla et al. 2018 from DDH, a baseline of MP-DP",
+    summary="plain model down; up, clipped, with a share of the noise, encrypted: a key authority lets sums be opened",
+    protects=(
+        "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from the "
+        "server, if the key authority does not side with it (computational); the model from nobody"
+    ),
+    twin=_UNDER_MASKS,
+    compared=CLIPPED_STEPS,
+)
+def hybridalpha(
+    setting: Setting,
+    *,
+    dp: DpOptions,
+    collusion: float = COLLUSION,
+    cover: Literal["keys", "masks"] = "keys",
+    local: LocalOptions,
+) -> Scheme:
+    """The noise of `tp-smc` in sums for which a third role, the key authority, gives a key a round."""
+    plan = NoisePlan(
+        dp.target(setting),
+        "sum",
+        dp.accounting,
+        collusion=collusion,
+        asked=setting.cohort,
+        decrypted=True,
+        word_bits=SHORT_BITS,
+    )
+    uplink: Uplink = (
+        FunctionalEncryption(plan, setting.clients, setting.cohort, collusion)
+        if cover == "keys"
+        else same_sums(max(setting.cohort, 3), 2.0**24, plan, collusion)
+    )
+    return Scheme(
+        name="hybridalpha",
+        downlink=Plain(),
+        work=local.clipped(setting, dp),
+        uplink=uplink,
+        caveats=Caveats(paper=_SHARED),
+    )
+
+
+@scheme(
     "pile",
     paper="PILE (Tang et al. 2023), without its proofs of correct gradients, a baseline of MP-DP",
     summary="veiled model down; up, everything encrypted, without proofs: a quorum of clients decrypts the sum",
@@ -224,6 +278,7 @@ def tp_smc(setting: Setting, *, dp: DpOptions, key: KeyOptions, local: LocalOpti
         "the key), not their sum; the model from clients up to secret scales (measured)"
     ),
     default_loss="square",
+    twin=_UNDER_MASKS,
 )
 def pile(
     setting: Setting,
@@ -248,6 +303,7 @@ def pile(
         "each client's records (with local training, all its data) from everybody, (ε, δ); single uploads from the "
         "server (computational); the model from nobody"
     ),
+    compared=CLIPPED_STEPS,
 )
 def lwe_secagg(
     setting: Setting,

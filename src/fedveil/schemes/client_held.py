@@ -11,7 +11,7 @@ from fedveil.downlink.plain import Kept, Plain
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
+from fedveil.schemes.options import SMALL_CLIP, AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import Noised
@@ -55,6 +55,7 @@ def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
     paper="DP-FedAvg (Wei et al. 2020, client level), a baseline of ParaAegis",
     summary="local epochs; every client clips its update and adds enough Gaussian noise for itself",
     protects="all of a client's data from everybody, (ε, δ); the model from nobody",
+    compared=SMALL_CLIP,
 )
 def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: AdaptiveOptions) -> Scheme:
     """A clipped update under local noise."""
@@ -105,6 +106,7 @@ def ckks_fedavg(
     paper="noise, then CKKS on everything: a baseline of ParaAegis",
     summary="local epochs; updates are clipped, noised and then encrypted; the model lives with the clients",
     protects="all of a client's data from everybody, (ε, δ); the model from the server (computational)",
+    compared=SMALL_CLIP,
 )
 def serial(
     setting: Setting,
@@ -138,6 +140,7 @@ def serial(
         "the rest (ε, δ) given what is hidden; from clients: only sums, without a bound; the model from the server, "
         "where it is hidden"
     ),
+    compared=SMALL_CLIP,
 )
 def paraaegis(
     setting: Setting,

@@ -12,7 +12,7 @@ from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.gaussian import mpdp_epsilon
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import AssumedBudget, AssumedPairOptions, GroupedHeadOptions
+from fedveil.schemes.options import ASSUMED_STEPS, AssumedBudget, AssumedPairOptions, GroupedHeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
 from fedveil.uplink.plain import AssumedCentral, Bare
@@ -91,6 +91,7 @@ def _noise(law: Law, budget: AssumedBudget, pairs: AssumedPairOptions, weights: 
         "from clients up to secret scales (measured)"
     ),
     default_loss="square",
+    compared=ASSUMED_STEPS,
 )
 def mpdp(
     setting: Setting,
@@ -103,6 +104,11 @@ def mpdp(
 ) -> Scheme:
     """MP_Server down, DDP_Client up; `client_weights` equal is the paper's mean, 1/K."""
     clients = max(setting.cohort, 1)
+    if setting.least and deviations != SigmaOptions():
+        raise ConfigError(
+            f"{spelled('sigma_own')} and {spelled('sigma_pair')} are the noise of rounds of one size, and under "
+            f"{spelled('sampling_rate')} sizes differ: leave one of them out."
+        )
     return Scheme(
         name="mpdp",
         downlink=Decomposed(head.noise(setting)),
@@ -118,6 +124,7 @@ def mpdp(
     summary="rescaling and head noise down; up, Gaussian noise that the scales then blow up",
     protects="client data from the server: not at all; the model from clients up to secret scales (measured)",
     default_loss="square",
+    compared=ASSUMED_STEPS,
 )
 def mpdp_naive(
     setting: Setting,
@@ -154,6 +161,7 @@ def mpdp_naive(
     summary="rescaling and head noise down; a trusted server adds noise once to the recovered gradient",
     protects="client data from the server: not at all; the model from clients up to secret scales (measured)",
     default_loss="square",
+    compared=ASSUMED_STEPS,
 )
 def mp_cdp(
     setting: Setting,

@@ -7,29 +7,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from fedveil.crypto.paillier import KEY_BITS
 from fedveil.downlink.rescaling import HeadNoise
+from fedveil.downlink.symmetry import STEP_BY_STEP
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
 from fedveil.plain import list_of
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
-from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.graph import COLLUSION, default_degree
 from fedveil.uplink.masked import Masked, Unmasking
-from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
+from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target, dishonest, smallest_sum
 from fedveil.uplink.noised import Dropouts, Noised
 from fedveil.uplink.threshold import ThresholdPaillier
 from fedveil.uplink.unmasking import Quorum
-from fedveil.work.batches import Schedule
+from fedveil.work.batches import LocalOptimiser, OptimiserName, Schedule
 from fedveil.work.clipping import AdaptiveClip, ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 
 SIMULATED_BITS = 256
 """Of a key in a simulation: sums are the same under any."""
+
+CLIPPED_STEPS = {"lr": 0.1}
+"""What schemes that clip samples declare for comparisons: clipped gradients are small, and bear larger steps."""
+SMALL_CLIP = {"clip": 1e-4}
+"""And those that cover a whole client: noise follows the clip, and a small one leaves something of what is hidden."""
+ASSUMED_STEPS = {"lr": 0.003, "head_groups": 1}
+"""And MP-DP with its baselines: noise of a length that nobody clips to bears small steps alone; one γ, as it has it."""
 
 
 @dataclass(frozen=True)
@@ -135,29 +143,50 @@ class LocalOptions:
     local_steps: int | None = None
     local_epochs: int | None = None
     client_lr: float | None = None
+    client_optimiser: OptimiserName | None = None
     client_momentum: float | None = None
     client_weight_decay: float | None = None
+    client_beta1: float | None = None
+    client_beta2: float | None = None
+    client_tau: float | None = None
 
     @property
     def one_gradient(self) -> bool:
         """Whether a round is one gradient."""
         return self.local_steps in (None, 1) and self.local_epochs is None
 
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Under which families of a veil clients may train so, the one that hides most first."""
+        return STEP_BY_STEP[self.client_optimiser or "sgd"]
+
+    @property
+    def optimiser(self) -> LocalOptimiser:
+        """What clients step by."""
+        given = {
+            "kind": self.client_optimiser,
+            "momentum": self.client_momentum,
+            "weight_decay": self.client_weight_decay,
+            "beta1": self.client_beta1,
+            "beta2": self.client_beta2,
+            "tau": self.client_tau,
+        }
+        return LocalOptimiser(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
     def refuse_training(self) -> None:
         """Refuse what says how clients train by themselves, where a round is one gradient."""
-        for name in ("client_lr", "client_momentum", "client_weight_decay"):
+        for name in CLIENTS_OWN:
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name} is for local training, and here a client gives one gradient a round, of which the server "
-                    f"takes the step: its own {spelled('lr')}, {spelled('momentum')} and {spelled('weight_decay')} do "
-                    "the same to the mean gradient, "
-                    "under a veil to what is recovered, and lose nothing. For local training give "
-                    f"{spelled('local_steps')} or "
+                    f"takes the step: its own {spelled('lr')}, {spelled('optimiser')}, {spelled('momentum')} and "
+                    f"{spelled('weight_decay')} do the same to the mean gradient, under a veil to what is recovered, "
+                    f"and lose nothing. For local training give more than one {spelled('local_steps')}, or "
                     f"{spelled('local_epochs')}; under a veil, without head noise ({spelled('head_noise', False)})."
                 )
 
     def training(self, setting: Setting, *, epochs: int | None = None) -> LocalSteps:
-        """Steps of SGD; as many `epochs` where nothing is said."""
+        """Steps of the clients' optimiser; as many `epochs` where nothing is said."""
         if self.local_steps is not None and self.local_epochs is not None:
             raise ConfigError("Give local_steps or local_epochs, not both.")
         epochs = self.local_epochs if self.local_steps is not None or self.local_epochs is not None else epochs
@@ -167,8 +196,7 @@ class LocalOptions:
             setting.schedule if self.client_lr is None else Schedule(self.client_lr),
             self.local_steps,
             epochs,
-            momentum=self.client_momentum or 0.0,
-            weight_decay=self.client_weight_decay or 0.0,
+            optimiser=self.optimiser,
         )
 
     def clipped(
@@ -194,6 +222,10 @@ class LocalOptions:
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
         return ClippedUpdate(self.training(setting), dp.clip, adaptive, clip_decay=decay, statistics=statistics)
+
+
+CLIENTS_OWN = tuple(option.name for option in fields(LocalOptions) if option.name.startswith("client_"))
+"""What says how clients train by themselves, and means nothing where they do not."""
 
 
 @dataclass(frozen=True)
@@ -281,17 +313,27 @@ class AssumedPairOptions:
     skip_cancelling: bool = False
 
 
+KeyCover = Literal["paillier", "masks"]
+
+
 @dataclass(frozen=True)
 class KeyOptions:
-    """A key that all clients hold together."""
+    """A key that all clients hold together; or, with the cover masks, masks that open the same sums at once."""
 
     key_bits: int | None = None
     collusion: float = COLLUSION
+    cover: KeyCover = "paillier"
 
     def uplink(
         self, setting: Setting, value_range: float = 2.0**24, *, noise: NoisePlan | None = None
-    ) -> ThresholdPaillier:
+    ) -> ThresholdPaillier | Masked:
         """Sums that clients decrypt; a key that could be found out is for simulations, which hide nothing anyway."""
+        if self.cover == "masks":
+            if self.key_bits is not None:
+                raise ConfigError(
+                    f"{spelled('key_bits')} is of {spelled('cover', 'paillier')}: leave it out under masks."
+                )
+            return same_sums(max(setting.cohort, 3), value_range, noise, self.collusion)
         usual = SIMULATED_BITS if setting.simulation else KEY_BITS
         bits = usual if self.key_bits is None else self.key_bits
         if bits < KEY_BITS and not setting.simulation:
@@ -300,6 +342,20 @@ class KeyOptions:
                 f"{spelled('seed')}, which makes the run a simulation."
             )
         return ThresholdPaillier(bits, self.collusion, setting.clients, setting.cohort, value_range, noise)
+
+
+def same_sums(clients: int, value_range: float, noise: NoisePlan | None, collusion: float) -> Masked:
+    """Masks of the numbers and the noise that a cipher hides, in sums of as many clients: for comparisons."""
+    near = clients - 1
+    if default_degree(clients) < near:
+        raise ConfigError(
+            f"Among {clients} clients a round masks are shared with some of them only, and their sums may lack "
+            f"others than a key's: leave out {spelled('cover', 'masks')}, or have fewer clients a round."
+        )
+    absent = clients - smallest_sum(clients, dishonest(clients, collusion))
+    quorum = (near - absent - 1) / near
+    plan = None if noise is None else replace(noise, decrypted=False, quorum=quorum)
+    return Masked(value_range, quorum=Quorum(quorum), noise=plan, collusion=max(collusion, COLLUSION))
 
 
 @dataclass(frozen=True)

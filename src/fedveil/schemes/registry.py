@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -27,7 +27,8 @@ class Setting:
     """What every scheme is given: the loss, the batches, the learning rate over rounds, and how long it all takes.
 
     `participations` is the largest number of rounds any one client takes part in, `rate` the share of
-    clients in a round, `cohort` their number (0: not known), drawn from `clients`.
+    clients in a round, `cohort` their number (0: not known), drawn from `clients`; where chance decides, the largest
+    one, and `least` the smallest.
     """
 
     loss: Loss
@@ -39,6 +40,7 @@ class Setting:
     rate: float = 1.0
     cohort: int = 0
     clients: int = 0
+    least: int = 0
     family: str = "auto"
     """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
     known_start: bool = False
@@ -105,6 +107,10 @@ class SchemeInfo:
     protects: str
     default_loss: str
     build: Callable[..., Scheme]
+    compared: Mapping[str, Option] = field(default_factory=dict)
+    """Settings of its own where all schemes are compared under one setting (`fedveil compare --preset`)."""
+    twin: Mapping[str, Option] = field(default_factory=dict)
+    """Options with which it sums the very same numbers at once: trained in its place where its cipher takes long."""
 
     @cached_property
     def declared(self) -> Mapping[str, SchemeOption]:
@@ -125,7 +131,9 @@ class SchemeInfo:
             if value is None:
                 continue
             if key not in declared:
-                raise unknown_option(f"Scheme {self.name!r}", key, declared)
+                having = ", ".join(info.name for info in _SCHEMES.values() if key in info.declared)
+                hint = f"Schemes that have {key!r}: {having}." if having else ""
+                raise unknown_option(f"Scheme {self.name!r}", key, declared, hint=hint)
             option = declared[key]
             value = option.checked(value, scheme=self.name)
             for group in option.groups:
@@ -138,7 +146,8 @@ class SchemeInfo:
         scheme = dataclasses.replace(scheme, known_start=setting.known_start)
         if setting.robust_groups:
             scheme = in_groups(scheme, setting.robust_groups)
-        return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
+        asked = {"cohort": setting.cohort, "clients": setting.clients, "least": setting.least}
+        return scheme.stating(rounds=setting.rounds, **asked)
 
     def veil(self, options: Mapping[str, Option], *, family: str = "auto") -> str | None:
         """The family that hides the model under these options; none where it travels as it is."""
@@ -234,7 +243,14 @@ _SCHEMES: dict[str, SchemeInfo] = {}
 
 
 def scheme(
-    name: str, *, paper: str = "", summary: str = "", protects: str = "", default_loss: str = "auto"
+    name: str,
+    *,
+    paper: str = "",
+    summary: str = "",
+    protects: str = "",
+    default_loss: str = "auto",
+    compared: Mapping[str, Option] | None = None,
+    twin: Mapping[str, Option] | None = None,
 ) -> Callable[[Callable[..., Scheme]], Callable[..., Scheme]]:
     """Register a function (setting, *, options) → Scheme under a name.
 
@@ -244,6 +260,8 @@ def scheme(
         summary: What it does.
         protects: What it protects from whom.
         default_loss: square, cross-entropy, or auto, which goes by the data.
+        compared: Settings it needs to train well where all schemes are compared under one setting.
+        twin: Options with which it gives the same sums without its cipher, where that takes too long to train with.
 
     Returns:
         A decorator that registers the function and gives it back as it is; it raises ConfigError where the name is
@@ -253,7 +271,7 @@ def scheme(
     def register(build: Callable[..., Scheme]) -> Callable[..., Scheme]:
         if name in _SCHEMES and _ours(_SCHEMES[name].build) and not _ours(build):
             raise ConfigError(f"{name!r} is a scheme that comes with FedVeil: give yours another name.")
-        _SCHEMES[name] = SchemeInfo(name, paper, summary, protects, default_loss, build)
+        _SCHEMES[name] = SchemeInfo(*(name, paper, summary, protects, default_loss, build), compared or {}, twin or {})
         return build
 
     return register

@@ -7,12 +7,12 @@ from typing import Literal
 
 from fedveil.downlink.plain import Plain
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.downlink.symmetry import STEP_BY_STEP
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme, Uplink
 from fedveil.schemes.options import (
+    CLIPPED_STEPS,
     AdaptiveOptions,
     DpOptions,
     GroupedHeadOptions,
@@ -55,6 +55,7 @@ def fedavg(setting: Setting, *, local: LocalOptions) -> Scheme:
     paper="LDP-FL (Wei et al. 2020), the baseline of NADP-FL",
     summary="every client adds enough Gaussian noise for itself",
     protects="each client's records from everybody, (ε, δ); the model from nobody",
+    compared=CLIPPED_STEPS,
 )
 def ldp(
     setting: Setting,
@@ -80,6 +81,7 @@ def ldp(
     paper="central DP (the baseline)",
     summary="a trusted server adds Gaussian noise once to the sum",
     protects="each client's records from others who see models, (ε, δ); from the server: not at all",
+    compared=CLIPPED_STEPS,
 )
 def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: AdaptiveOptions) -> Scheme:
     """Per-sample clipping, bare uploads, noise by the server."""
@@ -100,6 +102,7 @@ def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: Adapt
     paper="NADP-FL (noise annihilation)",
     summary="noise shared by pairs of clients covers each upload and cancels in the sum",
     protects="each client's records from the server and other clients, (ε, δ); the model from nobody",
+    compared=CLIPPED_STEPS,
 )
 def nadp(
     setting: Setting,
@@ -147,7 +150,7 @@ def lossless(
 ) -> Scheme:
     """Rescaling + head noise, m groups or a partition of the outputs; m = the number of outputs unless given."""
     noise = head.noise(setting)
-    many = "full" if local.one_gradient else "isometry"
+    many = "full" if local.one_gradient else local.families[0]
     family = setting.family_or(many if noise is None or stream_rotations else "scale")
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
     if stream_rotations and not local.one_gradient:
@@ -157,15 +160,22 @@ def lossless(
         )
     if local.one_gradient:
         local.refuse_training()
-    elif family in STEP_BY_STEP and noise is None:
+    elif family in local.families and noise is None:
         work = local.training(setting)
+    elif noise is None and local.client_optimiser == "adam":
+        raise ConfigError(
+            "Adam divides every number's step by the size of that number's gradients, which the server can undo under "
+            f"secret orders and signs alone: {spelled('family', family)} mixes or scales numbers. Take "
+            f"{spelled('family', 'signed')} ({spelled('family', 'auto')}, the default, does), or "
+            f"{spelled('client_optimiser', 'sgd')} under {spelled('family', 'isometry')}."
+        )
     else:
         raise ConfigError(
             "Training under this veil takes exactly one gradient per round: the recovery identity holds at the "
             "broadcast point, and a second local step would start from parameters the server cannot undo. Without "
             f"head noise ({spelled('head_noise', False)}) and scales ({spelled('family', 'auto')}, the default, then "
-            f"takes isometries) clients train step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for "
-            "local training without a veil."
+            f"takes isometries, for clients' own adam orders and signs) clients train step by step; or use more "
+            f"rounds, or {spelled('scheme', 'fedavg')} for local training without a veil."
         )
     shifted = family == "full" and noise is None and isinstance(setting.loss, CrossEntropy)
     downlink = Rescaling(spread, noise, family, stream_rotations, shifted)
@@ -229,6 +239,7 @@ def veil_secagg(
         "each client's records from the server and other clients, (ε, δ), whatever secrets the server chose; the model "
         "from clients up to secret orders and signs of hidden units, or scales (measured)"
     ),
+    compared=CLIPPED_STEPS,
 )
 def veil_dp(
     setting: Setting,

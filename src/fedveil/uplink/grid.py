@@ -57,22 +57,23 @@ _WORDS_AT_ONCE = 1 << 14
 class FixedPoint:
     """Multiples of 2⁻ᶠ that leave room for `addends` numbers of up to ± `range` each.
 
-    f = 62 − ⌈log₂ range⌉ − ⌈log₂ addends⌉, so that the sum of the encoded integers is at most 2⁶² in
-    size: half of what wraps. The other half is there for integer noise.
+    f = 62 − ⌈log₂ range⌉ − ⌈log₂ addends⌉, and not below `least`, so that the sum of the encoded integers is at most
+    2⁶² in size: half of what wraps. The other half is there for integer noise.
     """
 
     range: float
     addends: int
+    least: int = FEWEST_FRACTION_BITS
 
     def __post_init__(self) -> None:
         if not _SMALLEST_RANGE <= self.range < math.inf:
             raise ConfigError(f"value_range must be a positive number, not {self.range}.")
         if self.addends < 1:
             raise ConfigError(f"A sum has at least one addend, not {self.addends}.")
-        if self.fraction_bits < FEWEST_FRACTION_BITS:
+        if self.fraction_bits < self.least:
             raise ConfigError(
                 f"Sums of {self.addends} numbers of up to value_range = {self.range:g} leave "
-                f"{self.fraction_bits} of 64 bits for fractions; at least {FEWEST_FRACTION_BITS} are needed. "
+                f"{self.fraction_bits} of 64 bits for fractions; at least {self.least} are needed. "
                 "Lower value_range, or the number of clients a round."
             )
 
@@ -411,6 +412,15 @@ ROUNDING = 2.0**-20
 FINEST = 1024.0
 """The least standard deviation of noise, in steps."""
 
+SHORT_BITS = 28
+"""The length of words that are found as logarithms of points: what is in them is on a coarser grid."""
+
+_LEAST_SHORT = -40
+MOST_SHORT = 512
+_SHORT_FINEST = 64.0
+"""Of how many clients sums in such words are at most, and their noise's least deviation: without pairs, n integer
+Gaussians add up like real ones where (n + 1)/σ² < 0.13 (decision 13, 3)."""
+
 MOST_PAIRS = 1 << 16
 
 _SMOOTHING = 4.0
@@ -419,8 +429,13 @@ _KEPT_BITS = 16
 
 
 def rounding_of(word_bits: int) -> float:
-    """By how much rounding may lengthen a change where sums are words of so many bits: of fewer, by a thousandth."""
-    return ROUNDING if word_bits == 64 else 2.0**-10
+    """By how much rounding may lengthen a change where sums are words of so many bits."""
+    return {64: ROUNDING, SHORT_BITS: 2.0**-5}.get(word_bits, 2.0**-10)
+
+
+def finest_of(word_bits: int) -> float:
+    """The least standard deviation of noise in such words, in steps."""
+    return _SHORT_FINEST if word_bits == SHORT_BITS else FINEST
 
 
 def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float, word_bits: int = 64) -> FixedPoint:
@@ -431,7 +446,9 @@ def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float, word_bits
     noise, reach = variances[variances > 0], noise_layout.sensitivity[noise_layout.sensitivity > 0]
     # Where one record may be left out altogether, a client's reach is half of what it is where one is replaced.
     fine = rounding * float(reach.min(initial=math.inf)) / 2 / (1 + rounding) / math.sqrt(length)
-    fine = min(fine, math.sqrt(float(noise.min(initial=math.inf))) / FINEST, 2.0**-FEWEST_FRACTION_BITS)
+    # In short words a step is small beside the noise, whatever it is by itself.
+    least = _LEAST_SHORT if word_bits == SHORT_BITS else FEWEST_FRACTION_BITS
+    fine = min(fine, math.sqrt(float(noise.min(initial=math.inf))) / finest_of(word_bits), 2.0**-least)
     bits = 1 - math.frexp(fine)[1]
     room = 2.0 ** (word_bits - 2 - bits - (size - 1).bit_length())
     spread = _TAIL * math.sqrt(float(variances.sum()))
@@ -441,7 +458,7 @@ def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float, word_bits
             f"{float(reach.min()):.2g} needs them, do not fit {word_bits} bits for {size} clients. Raise clip, or "
             "lower the number of clients a round."
         )
-    return FixedPoint(room * 2.0 ** (64 - word_bits), size)
+    return FixedPoint(room * 2.0 ** (64 - word_bits), size, least)
 
 
 def check_pairs(noise_layout: NoiseLayout) -> None:

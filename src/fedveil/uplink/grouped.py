@@ -304,16 +304,16 @@ def in_groups(scheme: Scheme, groups: int) -> Scheme:
     return replace(scheme, uplink=Grouped(inner, groups))
 
 
-def check_grouped(scheme: Scheme, *, cohort: int, clients: int, recorded: bool) -> None:
+def check_grouped(scheme: Scheme, *, everybody: bool, recorded: bool) -> None:
     """Refuse groups under masks of which a round asks a part only, and records for audits."""
     if recorded:
         raise ConfigError(
             f"{spelled('record', True)} keeps one sum a round for audits, and {spelled('robust_groups')} has several: "
             "leave one of them out."
         )
-    if not scheme.readable and cohort < clients:
+    if not scheme.readable and not everybody:
         raise ConfigError(
-            f"{spelled('robust_groups')} under masks goes with rounds that ask everybody, not {cohort} of {clients}: "
-            "clients stay in the groups they are drawn into, since sums of changing ones could be solved for single "
-            f"clients. Leave {spelled('cohort')} out."
+            f"{spelled('robust_groups')} under masks goes with rounds that ask everybody, not some: clients stay in "
+            "the groups they are drawn into, since sums of changing ones could be solved for single clients. Leave "
+            f"{spelled('cohort')} and {spelled('sampling_rate')} out."
         )

@@ -13,7 +13,7 @@ A round under masks, after `Train` (`roles/server.py` asks, `MaskedSum.open` say
 What a client remembers (`ClientState`): `cohort` and `graph` of the round it answered, the only ones it reveals for;
 `revealed`, since it reveals once for a round; `survivor_digest`, of the list it signed; `unexplained`, how many rounds
 passed in which it revealed and was never shown its neighbours' signatures; `transcript`, to which masks are bound
-besides the graph where clients hold the model.
+besides the graph where clients hold the model, or where local work is told more than a request says.
 
 What it refuses: a graph that is not the beacon's; too few neighbours for the collusion that is counted on; a second
 list of survivors; a list without itself, or with so few that a sum would show somebody; its neighbours' signatures
@@ -53,6 +53,7 @@ from fedveil.uplink.graph import (
     COLLUSION,
     LEAST_BITS,
     Graph,
+    GraphFacts,
     colluding,
     masking_degree,
     ring,
@@ -239,10 +240,16 @@ class Masked(Uplink):
 
     def _surrounded(self, run: RunFacts) -> str:
         """What share of clients may collude so that this holds, and with which chance it does not."""
-        size, draws, needed = run.cohort, draws_of(run.rounds) * self.groups, self.quorum.of
-        everybody, sampled = max(run.clients, size), run.clients > size
-        degree = self.degree_of(size, of=everybody, draws=draws)
-        bits = surrounded_bits(size, of=everybody, degree=degree, share=self.collusion, needed=needed, draws=draws)
+        draws, needed = draws_of(run.rounds) * self.groups, self.quorum.of
+        everybody, sampled = max(run.clients, run.cohort), run.clients > run.cohort or bool(run.least)
+
+        def at(size: int) -> tuple[float, int, int]:
+            degree = self.degree_of(size, of=everybody, draws=draws)
+            facts: GraphFacts = {"share": self.collusion, "needed": needed, "draws": draws}
+            return surrounded_bits(size, of=everybody, degree=degree, **facts), degree, size
+
+        # Where chance decides how many a round has: that of all sizes at which the chance is largest.
+        bits, degree, size = min(map(at, range(max(run.least, 3), run.cohort + 1))) if run.least else at(run.cohort)
         whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
         who = (
             f"at most {colluding(everybody, self.collusion)} of {whose} {everybody} clients collude (collusion "
@@ -266,7 +273,8 @@ class Masked(Uplink):
         """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""
         seed = context.graph_seed()
         assert context.directory is not None
-        return self._graph_of(context.cohort, seed, context.directory.epoch)
+        self.fits(len(context.cohort), asked=-(-context.asked // self.groups))
+        return self._graph_of(context.cohort, seed, context.directory.epoch, len(context.directory.present))
 
     def degree_of(self, size: int, *, of: int, draws: int, asked: int | None = None) -> int:
         """How many neighbours each of `size` clients has, drawn from `of`, in a run of so many graphs.
@@ -276,16 +284,16 @@ class Masked(Uplink):
         share, needed = self.collusion, self.quorum.of
         return masking_degree(size, of=of, share=share, needed=needed, draws=draws, asked=asked, given=self.degree)
 
-    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch) -> Graph:
-        self.fits(len(cohort), asked=-(-epoch.size // self.groups))
-        # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
-        there = max(len(cohort), min(epoch.clients, epoch.clients * len(cohort) * self.groups // epoch.size))
+    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch, there: int) -> Graph:
+        if not epoch.rate:
+            # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
+            there = max(len(cohort), min(epoch.clients, epoch.clients * len(cohort) * self.groups // epoch.size))
         draws = epoch.draws * self.groups
         return _ring(cohort, self.degree_of(len(cohort), of=there, draws=draws, asked=epoch.clients), seed)
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
-        return self._graph_of(state.cohort, bytes.fromhex(state.graph), state.ring().known().epoch)
+        return self._graph_of(state.cohort, bytes.fromhex(state.graph), state.ring().known().epoch, state.there)
 
     def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
         """Fixed point for this cohort: by the range, or by what noise asks for."""
@@ -357,7 +365,7 @@ class Masked(Uplink):
         words = self.codec(context, terms).encode(vector)
         if self.noise is not None:  # the weight is public
             add_residual(words[:-1], state.client, self.noise, context, terms, secrets=secrets)
-        return self.cover(state, words, context, secrets=secrets)
+        return self.cover(state, words, context, secrets=secrets, transcript=context.told)
 
     def cover(
         self,
@@ -374,7 +382,11 @@ class Masked(Uplink):
         """
         from fedveil.crypto.keys import add_mask
 
-        state = replace(state, cohort=context.cohort, graph=context.graph_seed().hex(), transcript=transcript.hex())
+        known = context.directory
+        there = len(known.present) if known is not None and known.epoch.rate else 0
+        state = replace(
+            state, cohort=context.cohort, graph=context.graph_seed().hex(), transcript=transcript.hex(), there=there
+        )
         client, label = state.client, _label(state, context.round, context.attempt)
         keys, graph = state.ring(), self.graph(context)
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
@@ -396,14 +408,16 @@ class Masked(Uplink):
         advanced = state.revealing(request.round, request.attempt)
         keys, graph = state.ring(), self._answered_graph(state)
         label = _label(state, request.round, request.attempt)
-        survivors = self._checked_survivors(state, graph, request, label)
+        survivors = self._checked_survivors(state, graph, request)
         signature = keys.sign(survivors.digest, purpose="survivors")
         held = self._held(keys, graph, label, survivors.alive, private)
         revealed = self._reveal(keys, graph, label, survivors.alive, held, signature)
         return replace(advanced, survivor_digest=survivors.digest.hex()), revealed
 
-    def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask, label: Label) -> _Survivors:
-        survivors, needed = _survivors(request, graph, label.graph), self.quorum.of(len(graph.members))
+    def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask) -> _Survivors:
+        # Signed for the graph alone: the server, which checks it, need not know what clients were told besides.
+        survivors = _survivors(request, graph, bytes.fromhex(state.graph))
+        needed = self.quorum.of(len(graph.members))
         if not survivors.inside:
             raise ProtocolError("a survivor list names a client outside the round")
         if state.client not in survivors.alive:

@@ -186,7 +186,7 @@ def dishonest(count: int, share: float) -> int:
 
 
 def smallest_sum(count: int, colluders: int) -> int:
-    """Of how many of `count` clients a sum is that they decrypt together: as many as are honest, and two of those."""
+    """Of how many of `count` clients a sum is that a key opens: as many as are honest, and two of those."""
     return min(max(count - colluders, colluders + 2), count)
 
 
@@ -202,8 +202,8 @@ class NoisePlan:
     `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
     others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
 
-    `decrypted` says that clients open the sum together, of at least `smallest_sum` of them. `word_bits` is how long the
-    words are that sums are made of.
+    `decrypted` says that the sum is opened by a key, which clients hold together or an authority gives, of at least
+    `smallest_sum` of them. `word_bits` is how long the words are that sums are made of.
 
     `graph` says by which rules pairs are made, so that a journal's rounds stay what they were: "everybody" are those
     from before there were circles, in which noise was also sized by estimates.
@@ -258,7 +258,7 @@ class NoisePlan:
     def removable(self, count: int) -> int:
         """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself.
 
-        Of a sum that clients decrypt, all but the smallest they do that for.
+        Of a sum that a key opens, all but the smallest there is one for.
         """
         if self.decrypted:
             return count - smallest_sum(count, dishonest(max(count, self.asked or 0), self.collusion))

@@ -169,9 +169,12 @@ class Noised(Uplink):
                 caveats.SIZES,
                 *((caveats.KEYS,) if paired else ()),
                 *caveats.shared_noise(
-                    plan.collusion, plan.accounting, whoever=circle is None or circle.whoever(colluders)
+                    plan.collusion,
+                    plan.accounting,
+                    whoever=circle is None or (circle.whoever(colluders) and not run.least),
                 ),
                 *(() if circle is None else (caveats.noise_circle(circle, colluders),)),
+                *(() if circle is None or not run.least else (caveats.OWN_CIRCLES,)),
                 *((caveats.REPAIRS,) if paired and self.dropouts == "repair" else ()),
             )
         )

@@ -234,10 +234,10 @@ class ThresholdPaillier(Uplink):
         if self.noise is not None:
             shared = caveats.shared_noise(self.noise.collusion, self.noise.accounting)
             given = (caveats.SIZES, *keys, caveats.PRODUCT, *shared)
-            return Caveats(given, (*weak, caveats.UNPROVEN_SUM), decrypted=True)
+            return Caveats(given, (*weak, caveats.UNPROVEN_SUM), opened="clients decrypt")
         crafted = caveats.CRAFTED_VEILED if run.veiled else caveats.CRAFTED
         left = (*weak, caveats.BARE_SUM, caveats.DIFFERENCES, crafted, caveats.UNPROVEN_SUM)
-        return Caveats((*keys, caveats.PRODUCT), left, decrypted=True)
+        return Caveats((*keys, caveats.PRODUCT), left, opened="clients decrypt")
 
     def dealing(self) -> KeyDealing:
         """Server side: how clients come to have their shares."""
@@ -319,7 +319,7 @@ class ThresholdPaillier(Uplink):
         from fedveil.crypto.keys import seal
 
         ring, share = state.ring(), state.share
-        if share is None or share.run != ring.run:
+        if not isinstance(share, KeyShare) or share.run != ring.run:
             made = _stream(state, "primes")
             primes = fresh_primes(self.key_bits, made)
             public = key_of(primes, holders=self.holders, quorum=self.quorum)
@@ -341,7 +341,7 @@ class ThresholdPaillier(Uplink):
         from fedveil.crypto.keys import unseal
 
         public, run = self.public_key(to_bytes(request.public)), state.ring().run
-        held = state.share
+        held = state.share if isinstance(state.share, KeyShare) else None
         if held is not None and held.run == run and held.public != public:
             raise ProtocolError(f"client {state.client} has a share of this run's key and was handed one of another")
         if not isinstance(private, SealedShare):
@@ -388,7 +388,7 @@ class ThresholdPaillier(Uplink):
 
 
 def _share(state: ClientState) -> KeyShare:
-    if state.share is None or state.share.run != state.ring().run:
+    if not isinstance(state.share, KeyShare) or state.share.run != state.ring().run:
         raise ProtocolError(f"client {state.client} was asked to work before it was dealt its share of the key")
     return state.share
 

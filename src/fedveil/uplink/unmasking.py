@@ -366,6 +366,8 @@ class MaskedSum(Inbox[Any]):
         self._shares: dict[Item, dict[int, bytes]] = defaultdict(dict)
         self._unread: dict[int, str] = {}
         self.opened = False
+        self.spoilers: tuple[int, ...] = ()
+        """Who has dealt shares that do not open its own mask, where that is certain."""
         self._largest = max(map(graph.degree, graph.members)) + 2  # pairs, and what is the dealer's own
         bundle = self._largest * SHARE_BYTES + SEAL_BYTES
         among = range(len(graph.members) + 1)
@@ -453,6 +455,7 @@ class MaskedSum(Inbox[Any]):
             alive = set(self.survivors)
             opened = self._sum.copy()
             if self._self_mask:
+                self.spoilers = self._unopenable()
                 for client in self.survivors:
                     add_mask(opened, self._secret(client, client), subtract=True)
             for gone in self.graph.members:
@@ -490,6 +493,21 @@ class MaskedSum(Inbox[Any]):
                 if peer in near:
                     self._shares[(dealer, peer)][client] = share
         self._locked = {}
+
+    def _unopenable(self) -> tuple[int, ...]:
+        """Whose own masks cannot be taken off, and by nobody's fault but its own.
+
+        Where every survivor has revealed, an honest client's shares are there but for those of one bad holder.
+        """
+        if len(self.signatures) < len(self.survivors):
+            return ()
+        short = []
+        for client in self.survivors:
+            near = self.graph.neighbours(client)
+            known, held = len(self._shares.get((client, client), {})), len(self.alive.intersection(near))
+            if known < min(self._quorum.of(len(near)), held - 1):
+                short.append(client)
+        return tuple(short)
 
     def _secret(self, dealer: int, about: int) -> bytes:
         from fedveil.crypto.shamir import join

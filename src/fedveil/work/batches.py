@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -181,26 +182,62 @@ class Schedule:
         return factor
 
 
-def descend(
-    moving: list[Tensor],
-    grads: list[Tensor] | tuple[Tensor, ...],
-    velocity: list[Tensor],
-    rate: float | Tensor,
-    *,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-) -> None:
-    """v ← μ·v + g + λ·w; w ← w − lr·v in place; without momentum there is no `velocity`."""
-    if weight_decay:
-        grads = torch._foreach_add(grads, moving, alpha=weight_decay)
-    if velocity:
-        torch._foreach_mul_(velocity, momentum)
-        torch._foreach_add_(velocity, grads)
-        grads = velocity
-    if isinstance(rate, Tensor):  # as a captured step reads it anew each time
-        torch._foreach_sub_(moving, torch._foreach_mul(grads, rate))
-    else:
-        torch._foreach_add_(moving, grads, alpha=-rate)
+OptimiserName = Literal["sgd", "adam"]
+Many = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class LocalOptimiser:
+    """How a client steps by itself. What it remembers is 0 when a round begins: it knows nothing of the last one.
+
+    sgd   v ← μ·v + g + λ·w;  w ← w − lr·v
+    adam  m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²
+          w ← (1 − lr·λ)·w − lr·m/(1 − β₁ᵗ)/(√(v/(1 − β₂ᵗ)) + τ)    torch's Adam, and with λ its AdamW
+    """
+
+    kind: OptimiserName = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    tau: float = 1e-8
+
+    def start(self, moving: Sequence[Tensor]) -> list[Tensor]:
+        """What is remembered before the first step, all 0: v of sgd with momentum; m, v and t of adam."""
+        if self.kind == "adam":
+            taken = torch.zeros((), dtype=torch.float64, device=moving[0].device)
+            return [*(torch.zeros_like(value) for value in (*moving, *moving)), taken]
+        return [torch.zeros_like(value) for value in moving] if self.momentum else []
+
+    def step(self, moving: list[Tensor], grads: Many, memory: list[Tensor], rate: float | Tensor) -> None:
+        """Change `moving` and `memory` in place; the rate is a tensor where a captured step reads it anew each time."""
+        if self.kind == "adam":
+            self._adapted(moving, grads, memory, rate)
+            return
+        if self.weight_decay:
+            grads = torch._foreach_add(grads, moving, alpha=self.weight_decay)
+        if memory:
+            torch._foreach_mul_(memory, self.momentum)
+            torch._foreach_add_(memory, grads)
+            grads = memory
+        if isinstance(rate, Tensor):
+            torch._foreach_sub_(moving, torch._foreach_mul(grads, rate))
+        else:
+            torch._foreach_add_(moving, grads, alpha=-rate)
+
+    def _adapted(self, moving: list[Tensor], grads: Many, memory: list[Tensor], rate: float | Tensor) -> None:
+        first, second, taken = memory[: len(moving)], memory[len(moving) : -1], memory[-1]
+        taken += 1.0  # on the device, and what follows from it too, so that a captured step counts by itself
+        torch._foreach_lerp_(first, grads, 1.0 - self.beta1)
+        torch._foreach_mul_(second, self.beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1.0 - self.beta2)
+        below = torch._foreach_sqrt(second)
+        torch._foreach_mul_(below, (1.0 - torch.pow(self.beta2, taken)).rsqrt().to(moving[0].dtype))
+        torch._foreach_add_(below, self.tau)
+        if self.weight_decay:
+            torch._foreach_mul_(moving, 1.0 - rate * self.weight_decay)
+        length = (rate / (1.0 - torch.pow(self.beta1, taken))).to(moving[0].dtype)
+        torch._foreach_sub_(moving, torch._foreach_mul(torch._foreach_div(first, below), length))
 
 
 # --- pictures drawn anew each time they are trained on: a crop, a flip, a hole

@@ -126,7 +126,7 @@ def refuse_batch_norm(architecture: Architecture) -> None:
                 f"The batch normalisation {path or 'that is the model'!r} cannot be trained under a "
                 "differential-privacy claim: it mixes the samples of a batch, so that no sample has a gradient of "
                 "its own to clip, and the batch statistics it sends would be releases without noise. Use GroupNorm "
-                "(for the built-in models: norm=group), or freeze it with model.eval() and running statistics."
+                "(for the built-in models: -o norm=group), or freeze it with model.eval() and running statistics."
             )
 
 

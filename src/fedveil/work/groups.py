@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.tensors import LARGEST, recorded
-from fedveil.work.batches import Batches, PictureAugmentation, descend, has_random_layers
+from fedveil.work.batches import Batches, LocalOptimiser, PictureAugmentation, has_random_layers
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace, prepare
 
@@ -217,8 +217,8 @@ class GroupStep(ClientGroup):
 
 
 class GroupDescent(ClientGroup):
-    """Local training of every client of a group, each on parameters of its own: v ← μ·v + g + λ·w; w ← w − lr·v, again
-    and again."""
+    """Local training of every client of a group, each on parameters of its own and with what its optimiser
+    remembers."""
 
     def __init__(
         self,
@@ -227,8 +227,7 @@ class GroupDescent(ClientGroup):
         clients: Sequence[ClientData],
         *,
         channels_last: bool,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        optimiser: LocalOptimiser,
     ) -> None:
         super().__init__(task, clients, channels_last=channels_last)
         architecture = task.architecture
@@ -239,7 +238,7 @@ class GroupDescent(ClientGroup):
             [parameter for name, parameter in module.named_parameters() if name not in architecture.frozen]
             for module in modules
         ]
-        self._velocity = [[torch.zeros_like(part) for part in parts] if momentum else [] for parts in moving]
+        self._memory = [optimiser.start(parts) for parts in moving]
         reports = task.length - architecture.size - 1
         self._sums = self.weights.new_zeros(self.count, reports)  # of the steps' losses and batch statistics
         self._rates, self._shares = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
@@ -247,9 +246,9 @@ class GroupDescent(ClientGroup):
         def begin() -> Result:
             for module in modules:
                 prepare(architecture, module, sent)
-            for velocity in self._velocity:
-                if velocity:
-                    torch._foreach_zero_(velocity)
+            for memory in self._memory:
+                if memory:
+                    torch._foreach_zero_(memory)
             self._sums.zero_()
             return self._sums, self._rates
 
@@ -261,8 +260,7 @@ class GroupDescent(ClientGroup):
                     value = task.loss.mean(module(x[place]), self.y[place])
                     grads = torch.autograd.grad(value, moving[place], allow_unused=True, materialize_grads=True)
                 with torch.no_grad():
-                    own, rate = self._velocity[place], self._rates[place]
-                    descend(moving[place], grads, own, rate, momentum=momentum, weight_decay=weight_decay)
+                    optimiser.step(moving[place], grads, self._memory[place], self._rates[place])
                     told = torch.cat([value.detach().reshape(1), statistics_of(module, value)])
                     self._sums[place].addcmul_(told, self._shares[place])
             return self._sums, self._rates

@@ -1,10 +1,10 @@
-"""Local training: several steps or epochs of SGD, and the update they made."""
+"""Local training: several steps or epochs of SGD or Adam, and the update they made."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import Layout, all_in_range, flatten, vectorising
-from fedveil.work.batches import Batches, Schedule, convolves, descend, has_random_layers, seeded_dropout
+from fedveil.work.batches import Batches, LocalOptimiser, Schedule, convolves, has_random_layers, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
@@ -29,9 +29,9 @@ of the parameters cost more than they save."""
 
 @dataclass(frozen=True)
 class LocalSteps(SideBySide):
-    """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
+    """`steps` steps of the client's optimiser, or `epochs` passes over its data; sends w − w_k, n_k-weighted.
 
-    A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
+    The optimiser begins anew in every round: a client remembers nothing of the last.
     Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
     """
 
@@ -41,8 +41,7 @@ class LocalSteps(SideBySide):
     steps: int | None = None
     epochs: int | None = None
     refuses: bool = True
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    optimiser: LocalOptimiser = field(default_factory=LocalOptimiser)
 
     returns = "update"
     clip = None
@@ -101,7 +100,7 @@ class LocalSteps(SideBySide):
 
         length = self.layout(workspace.architecture, tensors=1).length
         task = Task(workspace.architecture, self.loss, length, batches, broadcast)
-        make = partial(GroupDescent, collect_statistics, task, momentum=self.momentum, weight_decay=self.weight_decay)
+        make = partial(GroupDescent, collect_statistics, task, optimiser=self.optimiser)
 
         def work(group: GroupDescent, part: Sequence[ClientData]) -> tuple[Tensor, Tensor]:
             counts = [self.count(len(data)) for data in part]
@@ -134,7 +133,7 @@ class LocalSteps(SideBySide):
             for name, value in module.named_parameters()
         }
         moving = [value for value in copies.values() if value.requires_grad]
-        velocity = [torch.zeros_like(value) for value in moving] if self.momentum else []
+        memory = self.optimiser.start(moving)
         count, rate = self.count(len(clients[0])), self.schedule.at(round)
         batches = [
             self.batches.steps(client=data.client, samples=len(data), first=round * count, count=count)
@@ -152,7 +151,7 @@ class LocalSteps(SideBySide):
                 loss = torch.vmap(loss_of)(copies, x, y)
                 grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
             with torch.no_grad():
-                descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+                self.optimiser.step(moving, grads, memory, rate)
             losses.append(loss.detach())
         value = torch.stack(losses).mean(0)[:, None]
         rows = torch.cat([copy.detach().reshape(many, -1) for copy in copies.values()], dim=1)
@@ -167,7 +166,7 @@ class LocalSteps(SideBySide):
         prepare(workspace.architecture, module, broadcast)
         count, rate = self.count(samples), self.schedule.at(round)
         values = [parameter.detach() for parameter in moving]
-        velocity = [torch.zeros_like(value) for value in values] if self.momentum else []
+        memory = self.optimiser.start(values)
         losses = []
         steps = self.batches.steps(client=data.client, samples=samples, first=round * count, count=count)
         with torch.enable_grad(), seeded_dropout(module, self.batches.seed, data.client, round):
@@ -175,7 +174,7 @@ class LocalSteps(SideBySide):
                 x, y = data.take(chosen, step=step)
                 loss = self.loss.mean(module(x), y)
                 grads = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
-                descend(values, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+                self.optimiser.step(values, grads, memory, rate)
                 losses.append(loss.detach())
                 if not (loss.is_cuda or math.isfinite(losses[-1])):  # on a GPU, looking would cost a wait each step
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -169,9 +170,13 @@ class Workspace:
         self.module = self.architecture.new_skeleton()
         named = self.module.named_parameters()
         self.moving: list[Tensor] = [value for name, value in named if name not in self.architecture.frozen]
-        self.functional = self.architecture.new_skeleton(fused=False)
         self.vectorisable = True
         self.captured: dict[object, object] = {}
+
+    @cached_property
+    def functional(self) -> nn.Module:
+        """A skeleton that torch.func can run."""
+        return self.architecture.new_skeleton(fused=False)
 
 
 def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:

@@ -26,7 +26,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError, TraceError, spelled
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout, flatten
-from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
+from fedveil.work.batches import Batches, LocalOptimiser, Schedule, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
@@ -103,9 +103,9 @@ class Polarised(ManyAtOnce):
         training = self.training
         count = 1 if training is None else training.count(samples)
         rate = (self.schedule if training is None else training.schedule).at(round)
-        momentum, decay = (0.0, 0.0) if training is None else (training.momentum, training.weight_decay)
+        optimiser = LocalOptimiser() if training is None else training.optimiser
         values = [parameter.detach() for parameter in (*moving, secret)]
-        velocity = [torch.zeros_like(value) for value in values] if momentum else []
+        memory = optimiser.start(values)
         losses: list[Tensor] = []
         steps = self.batches.steps(client=data.client, samples=samples, first=round * count, count=count)
         with torch.enable_grad(), seeded_dropout(module, self.batches.seed, data.client, round), reading(head) as read:
@@ -118,10 +118,8 @@ class Polarised(ManyAtOnce):
                 grads = torch.autograd.grad(total, [*moving, secret], allow_unused=True, materialize_grads=True)
                 losses.append(public.detach())
                 with torch.no_grad():
-                    if training is None:
-                        descend(values[-1:], grads[-1:], [], rate)
-                    else:
-                        descend(values, grads, velocity, rate, momentum=momentum, weight_decay=decay)
+                    own = -1 if training is None else 0  # of one gradient, the private head alone is stepped here
+                    optimiser.step(values[own:], grads[own:], memory, rate)
                 if not math.isfinite(losses[-1]):
                     break
         value = torch.stack(losses).mean().reshape(1)

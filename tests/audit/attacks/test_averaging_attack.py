@@ -17,6 +17,7 @@ from fedveil.audit.views import Opened, ServerHistory
 from fedveil.errors import ConfigError, NotApplicableError
 
 ROUNDS = 12
+ONE_EACH = {"clients": 6, "samples": 6, "batch_size": 0}
 
 
 @cache
@@ -25,8 +26,7 @@ def still_run() -> tuple[Any, Any]:
     every = ",".join(map(str, range(1, ROUNDS + 1)))
     return run_of(
         "ldp",
-        clients=300,
-        batch_size=0,
+        **ONE_EACH,
         rounds=ROUNDS,
         record_rounds=every,
         record_clients="0",
@@ -67,7 +67,7 @@ def test_rounds_known_to_be_noisier_count_less() -> None:
 
 
 def test_the_reading_attack_is_chosen_by_the_model_or_by_name() -> None:
-    job, record = run_of("fedavg", clients=300, batch_size=0, model="lenet-sigmoid", reshape=(1, 8, 8), lr=1e-6)
+    job, record = run_of("fedavg", **ONE_EACH, model="lenet-sigmoid", reshape=(1, 8, 8), lr=1e-6)
     x, y = batch_of(job, 0)
     history = server_history(record, 0)
     for found in (tried(averaging, history), tried(averaging, history, **{"with": "idlg"})):

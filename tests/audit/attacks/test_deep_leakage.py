@@ -30,7 +30,7 @@ def generator(seed: int = 0) -> torch.Generator:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @both
 def test_the_reference_digits_are_reconstructed(attack: Attack, seed: int) -> None:
     result = on_reference(attack, model=MODEL, seed=seed, quick=True)
@@ -39,9 +39,10 @@ def test_the_reference_digits_are_reconstructed(attack: Attack, seed: int) -> No
     assert result.loss < 1e-6
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @both
-def test_a_batch_of_four_is_reconstructed_with_its_labels(attack: Attack) -> None:
-    x, y = DIGITS.x[:4], DIGITS.y[:4]
+def test_a_batch_is_reconstructed_with_its_labels(attack: Attack, count: int) -> None:
+    x, y = DIGITS.x[:count], DIGITS.y[:count]
     result = attack(unprotected(MODEL, x, y), generator=generator(), quick=True)
     order = assignment(result.inputs, x)
     assert float(psnr(result.inputs[order], x).mean()) > 20

@@ -214,9 +214,9 @@ def test_class_inversion_without_anything_to_go_by_still_makes_pictures() -> Non
 def test_what_cannot_be_inverted_is_refused() -> None:
     given = {"criterion": CROSS_ENTROPY, "generator": generator(), "inversion": Inversion(draws=20, steps=1)}
     with pytest.raises(ConfigError, match="a class and a picture"):
-        class_inversion(digits_model(), digits_prior(), classes=[], per_class=1, **given)  # type: ignore[arg-type]
+        class_inversion(digits_model(steps=0), digits_prior(), classes=[], per_class=1, **given)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="0…9"):
-        class_inversion(digits_model(), digits_prior(), classes=[10], per_class=1, **given)  # type: ignore[arg-type]
+        class_inversion(digits_model(steps=0), digits_prior(), classes=[10], per_class=1, **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def generator(seed: int = 0) -> torch.Generator:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_reference_digits_are_reconstructed(seed: int) -> None:
     result = on_reference(inverting, model=MODEL, seed=seed, quick=True)
     assert result.effective, result.psnr

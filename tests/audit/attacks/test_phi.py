@@ -119,7 +119,7 @@ def test_what_a_later_linear_layer_read_is_given_away_too() -> None:
     assert float(found.x.max()) > 0
 
 
-@pytest.mark.parametrize("client", [0, 1])
+@pytest.mark.parametrize("client", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_matching_finds_the_input_where_the_first_layer_is_no_linear_one(client: int) -> None:
     heard = run("mpdp", REFERENCE)
     x, label = sample(heard, client)

@@ -33,7 +33,7 @@ def test_the_server_and_the_wire_read_a_sample(scheme: str, dtype: str) -> None:
                 assert float(found["loss"]) < 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["mpdp", "lossless"])
+@pytest.mark.parametrize("scheme", [pytest.param("mpdp", marks=pytest.mark.slow), "lossless"])
 def test_it_is_searched_for_where_no_layer_reads_the_input(scheme: str) -> None:
     job, record = run_of(scheme, model="lenet-sigmoid", **PICTURES)
     x, y = batch_of(job, 0)

@@ -25,8 +25,9 @@
   const dressed = (figure) => {
     const ink = colour("ink"), line = colour("soft"), grid = colour("grid"), page = colour("page");
     const data = figure.data.map((trace) => {
-      const { slot, role } = trace.meta;
-      const own = slot === null ? line : colour(`series-${slot % 8}`);
+      const { slot, role, paint } = trace.meta;
+      const series = paint ?? slot;
+      const own = series === null ? line : colour(`series-${series % 8}`);
       const made = { ...trace, visible: !off.has(slot), line: { ...trace.line, color: own } };
       if (role === "band") made.fillcolor = faint(own, 0.16);
       if (trace.marker) made.marker = { ...trace.marker, color: own };
@@ -37,15 +38,17 @@
     for (const name of Object.keys(layout)) {
       if (/^[xy]axis/.test(name)) layout[name] = axis(layout[name], line, grid);
     }
+    const wide = figure.layout.height;
+    if (layout.annotations) layout.annotations = layout.annotations.filter((one) => !one.name || !off.has(Number(one.name)));
     Object.assign(layout, {
-      autosize: true, height: 340, margin: { l: 48, r: 12, t: 30, b: 44 }, showlegend: false,
+      autosize: true, height: wide ?? 340, margin: { l: 48, r: 12, t: 30, b: 44 }, showlegend: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
       hoverlabel: { bgcolor: page, bordercolor: line, font: { color: ink, size: 13 }, namelength: -1, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: ink },
       dragmode: coarse.matches ? false : "zoom",
     });
-    if (paper) Object.assign(layout, { font: { ...layout.font, size: 9 }, autosize: false, width: 332, height: 230, margin: { l: 44, r: 6, t: 22, b: 38 } });
+    if (paper) Object.assign(layout, { font: { ...layout.font, size: 9 }, autosize: false, width: wide ? 680 : 332, height: wide ? 460 : 230, margin: { l: 44, r: 6, t: 22, b: 38 } });
     return [data, layout];
   };
 
