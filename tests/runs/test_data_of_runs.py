@@ -167,7 +167,7 @@ def test_a_cell_of_a_comparison_goes_on_with_the_clients_it_has_counted(visits: 
 
 
 def test_patients_as_clients_are_told_apart_from_sites(visits: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name the column as the site"):
+    with pytest.raises(ConfigError, match="name the column with --site instead"):
         run(of_visits(visits, site=None, partition="group", clients=60), tmp_path / "run", quiet=True)
     summary = run(of_visits(visits, site=None, partition="group", clients=0, rounds=1), tmp_path / "run", quiet=True)
     assert summary["clients"] == 48  # of 60, a fifth tests

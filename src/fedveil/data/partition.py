@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Task
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import ConfigError, DataError, spelled, unknown_name
 
 # --- which samples train, which validate and which test
 #
@@ -349,12 +349,13 @@ def _whole(deal: _Deal, codes: Tensor | None, what: str) -> list[Indices]:
     if codes is None:
         raise ConfigError(
             f"partition {what!r} needs to know the {what} of each sample, and {deal.dataset.name!r} has none. "
-            f"Name a column with {what}=... when loading, or use 'iid', 'dirichlet' or 'size'."
+            f"Name a column with {spelled(what)}, or use 'iid', 'dirichlet' or 'size'."
         )
     groups = codes.cpu().numpy()
     names, sizes = np.unique(groups, return_counts=True)
     if deal.clients > len(names):
-        held = " Whole groups are held out, too: to hold out rows of every client, name the column as the site."
+        held = " Whole groups are held out, too: to hold out rows of every client, "
+        held += f"name the column with {spelled('site')} instead."
         raise ConfigError(
             f"{deal.clients} clients but only {len(names)} {what}s to train on. Use at most {len(names)} clients."
             f"{held if what == 'group' else ''}"
