@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,6 +164,17 @@ def test_who_asks_for_members_of_a_noisy_run_is_compared_with_a_training_without
     assert twin.facts.scheme == "fedavg"
     assert not any(name.startswith("weights.") for name in twin.known)
     assert torch.equal(twin.known["candidates.x"], trials["client/membership"].attempts[0].view.known["candidates.x"])
+
+
+def test_a_training_without_noise_whose_numbers_run_away_is_begun_again_at_a_smaller_rate() -> None:
+    """What clipping bears, bare gradients may not."""
+    said: list[str] = []
+    found = replace(scene(scheme="nadp", loss="square", lr=20.0, rounds=12), say=said.append, _plain={})
+    plain = found.noiseless()
+    assert plain is not None
+    assert plain.config.lr in (4.0, 0.8, 0.16)
+    assert all(bool(torch.isfinite(value).all()) for value in plain.model.parameters())
+    assert [text for text in said if "begun again at a smaller one" in text]
 
 
 @pytest.mark.parametrize("scheme", ["fedavg", "lossless", "veil-secagg"])

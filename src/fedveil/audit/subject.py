@@ -32,19 +32,21 @@ from fedveil.data.lazy import LazyTensor
 from fedveil.downlink import Weights, assemble
 from fedveil.downlink.plain import Unveiled
 from fedveil.engine import ClientPool
-from fedveil.errors import CheckpointError, ConfigError, spelled
+from fedveil.errors import CheckpointError, ConfigError, NumericError, spelled
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train
 from fedveil.runs.callbacks import Row
 from fedveil.runs.folder import Recording, RunFolder
 from fedveil.runs.job import Job, job_from_config, secret_epsilon
 from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.recipe import rate_of
 from fedveil.schemes.options import CLIENTS_OWN, LocalOptions
 from fedveil.work import Batches
 from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
+_SLOWER = (1.0, 5.0, 25.0, 125.0)
 MOST_BYTES = 128 << 20
 """What an audit takes of public samples, of queries and of candidates: so much memory of each, and four times that of
 what clients trained on."""
@@ -267,18 +269,25 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     return enacted(cut(job, samples=samples), folder, rounds=last)
 
 
-def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
-    """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
+def plainly_trained(subject: Subject, folder: Path, *, round: int, slower: float = 1.0) -> Subject:
+    """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed.
+
+    Its rate is the run's over `slower`: gradients that nobody clips bear smaller steps.
+    """
     config = subject.config
     work = subject.job.scheme.work
     steps, epochs = work.local_training
     if work.returns == "update" and steps is None:
         epochs = epochs or 1
     trained = {name: value for name, value in config.scheme_options.items() if name.startswith("client_")}
+    rates = {}
+    if slower != 1:
+        own = trained.get("client_lr")
+        rates = {"lr": rate_of(config, subject.job.loss) / slower} if own is None else {"client_lr": own / slower}
     # Beacons draw others than a seed does, and may draw nobody: then everybody trains.
     drawn = replace(subject.job.cohort, shuffled=False).draw(round - 1)
     plain = config.with_changes(
-        **{**dict.fromkeys(config.scheme_options), **trained, "local_steps": steps, "local_epochs": epochs},
+        **{**dict.fromkeys(config.scheme_options), **trained, "local_steps": steps, "local_epochs": epochs, **rates},
         options=None,
         scheme="fedavg",
         family="auto",
@@ -490,9 +499,20 @@ class Scene:
         last = round or self.run.config.rounds
         if last not in self._plain:
             self.say("The run is trained once more without its noise, to compare with.")
-            folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
-            self._plain[last] = plainly_trained(self.run, folder / "record", round=last)
+            self._plain[last] = self._steady(last)
         return self._plain[last]
+
+    def _steady(self, last: int) -> Subject:
+        """That training, at the run's rate or at the first of smaller ones at which its numbers do not run away."""
+        for slower in _SLOWER:
+            folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
+            try:
+                return plainly_trained(self.run, folder / "record", round=last, slower=slower)
+            except NumericError:
+                if slower == _SLOWER[-1]:
+                    raise
+                self.say("Without clipping it runs away at the run's rate: it is begun again at a smaller one.")
+        raise AssertionError
 
     @property
     def settings(self) -> dict[str, Any]:
