@@ -280,7 +280,7 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int, slower: float
     if work.returns == "update" and steps is None:
         epochs = epochs or 1
     trained = {name: value for name, value in config.scheme_options.items() if name.startswith("client_")}
-    rates = {}
+    rates: dict[str, float] = {}
     if slower != 1:
         own = trained.get("client_lr")
         rates = {"lr": rate_of(config, subject.job.loss) / slower} if own is None else {"client_lr": own / slower}
