@@ -282,7 +282,7 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int, slower: float
     trained = {name: value for name, value in config.scheme_options.items() if name.startswith("client_")}
     rates: dict[str, float] = {}
     if slower != 1:
-        own = trained.get("client_lr")
+        own = config.client_lr
         rates = {"lr": rate_of(config, subject.job.loss) / slower} if own is None else {"client_lr": own / slower}
     # Beacons draw others than a seed does, and may draw nobody: then everybody trains.
     drawn = replace(subject.job.cohort, shuffled=False).draw(round - 1)

@@ -56,17 +56,18 @@ from fedveil.ledger.releases import Caveats, Cover, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import Directory, from_bytes, to_bytes
-from fedveil.protocol.key_agreement import Introduction, Keyring
+from fedveil.protocol.key_agreement import Keyring
 from fedveil.protocol.messages import SECTIONS, Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
-from fedveil.protocol.parts import Dealing, RoundContext, Summing, Terms, Uplink, bounded, planned
+from fedveil.protocol.parts import Dealing, RoundContext, Summing, Terms, bounded, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.secrets import Guarded, SecretSource
 from fedveil.shapes import check, clients, counts, octets
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.grid import MOST_SHORT, SHORT_BITS, FixedPoint
-from fedveil.uplink.noise_plan import NoisePlan, dishonest, smallest_sum
+from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import add_residual, gridded
+from fedveil.uplink.threshold import OpenedByKey
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -169,7 +170,7 @@ class FunctionKeys(Reply):
 
 
 @dataclass(frozen=True)
-class FunctionalEncryption(Uplink):
+class FunctionalEncryption(OpenedByKey):
     """Sums that a key authority gives a key for, under integer Gaussian `noise`, of clients 0 to `clients` − 1.
 
     A share `collusion` of a round's clients may side with the server. `cohort` is how many clients a round asks.
@@ -181,25 +182,9 @@ class FunctionalEncryption(Uplink):
     collusion: float = COLLUSION
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.noise.word_bits != SHORT_BITS:
             raise ConfigError(f"Logarithms are found of numbers of {SHORT_BITS} bits: plan the noise for those.")
-        if not 0 <= self.collusion < 1:
-            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
-
-    @property
-    def introduction(self) -> Introduction:
-        """Keys are sealed by secrets that the authority has with each client."""
-        return "keys"
-
-    @property
-    def plan(self) -> NoisePlan:
-        """The integer noise."""
-        return self.noise
-
-    @property
-    def readable(self) -> bool:
-        """Sums alone."""
-        return False
 
     @property
     def authority(self) -> int:
@@ -216,28 +201,14 @@ class FunctionalEncryption(Uplink):
         """Refuse to begin without the package."""
         points()
 
-    def fewest(self, count: int) -> int:
-        """Of how many of a round's `count` clients a sum is at least."""
-        return smallest_sum(count, dishonest(max(count, self.cohort), self.collusion))
-
     def fits(self, clients: int, *, asked: int | None = None) -> None:
-        """Two honest clients must be in every sum."""
-        against = dishonest(max(clients, self.cohort, asked or 0), self.collusion)
-        if clients < 3 or clients - against < 2:
-            raise ConfigError(
-                f"Of {clients} clients a round {min(against, clients)} may side with the server (collusion "
-                f"{self.collusion:g}), and a sum must hide each of two others. Use more clients, or lower "
-                f"{spelled('collusion')}."
-            )
+        """Two honest clients must be in every sum, and logarithms be found of it."""
+        super().fits(clients, asked=asked)
         if clients > MOST_SHORT:
             raise ConfigError(
                 f"{clients:,} clients are too many for one sum under functional encryption: at most {MOST_SHORT:,} "
                 f"a round. Lower {spelled('cohort')}."
             )
-
-    def absences(self, clients: int) -> int:
-        """As many as leave the smallest sum."""
-        return max(clients - self.fewest(clients), 0)
 
     def caveats(self, run: RunFacts) -> Caveats:
         """The authority, DDH and the pads; and what a sum still says."""

@@ -160,8 +160,56 @@ class Decrypted(Reply):
     partial: Annotated[Tensor, octets("ciphertexts", "width"), Released("its partial decryption of the sum")]
 
 
+class OpenedByKey(Uplink):
+    """Sums that a key opens, which the server does not have: two honest clients are in each.
+
+    A share `collusion` of a round's clients, of the `cohort` that it asks, may side with the server.
+    """
+
+    noise: NoisePlan | None
+    collusion: float
+    cohort: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
+
+    @property
+    def introduction(self) -> Introduction:
+        """Keys are sealed by the secrets of pairs."""
+        return "keys"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """The integer noise, if there is any."""
+        return self.noise
+
+    @property
+    def readable(self) -> bool:
+        """Sums alone."""
+        return False
+
+    def fewest(self, count: int) -> int:
+        """Of how many of a round's `count` clients a sum is at least."""
+        return smallest_sum(count, dishonest(max(count, self.cohort), self.collusion))
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Two honest clients must be in every sum."""
+        against = dishonest(max(clients, self.cohort, asked or 0), self.collusion)
+        if clients < 3 or clients - against < 2:
+            raise ConfigError(
+                f"Of {clients} clients a round {min(against, clients)} may side with the server (collusion "
+                f"{self.collusion:g}), and a sum must hide each of two others. Use more clients, or lower "
+                f"{spelled('collusion')}."
+            )
+
+    def absences(self, clients: int) -> int:
+        """As many as leave the smallest sum."""
+        return max(clients - self.fewest(clients), 0)
+
+
 @dataclass(frozen=True)
-class ThresholdPaillier(Uplink):
+class ThresholdPaillier(OpenedByKey):
     """Sums under a key of `key_bits` that `quorum` of all `holders` open; with `noise`, integer Gaussian noise in them.
 
     A share `collusion` of a round's clients, and of all of them, may side with the server. Without noise, numbers
@@ -178,43 +226,16 @@ class ThresholdPaillier(Uplink):
     def __post_init__(self) -> None:
         check_key_bits(self.key_bits)
         check_value_range(self.value_range)
-        if not 0 <= self.collusion < 1:
-            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
-
-    @property
-    def introduction(self) -> Introduction:
-        """Shares are sealed by the secrets of pairs."""
-        return "keys"
-
-    @property
-    def plan(self) -> NoisePlan | None:
-        """The integer noise, if there is any."""
-        return self.noise
-
-    @property
-    def readable(self) -> bool:
-        """Sums alone."""
-        return False
+        super().__post_init__()
 
     @property
     def quorum(self) -> int:
         """How many shares decrypt: one more than may side with the server, n − t + 1."""
         return dishonest(self.holders, self.collusion) + 1
 
-    def fewest(self, count: int) -> int:
-        """Of how many of a round's `count` clients a sum is at least."""
-        return smallest_sum(count, dishonest(max(count, self.cohort), self.collusion))
-
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Two honest clients must be in every sum, and a quorum in every round."""
-        among = max(clients, self.cohort, asked or 0)
-        against = dishonest(among, self.collusion)
-        if clients < 3 or clients - against < 2:
-            raise ConfigError(
-                f"Of {clients} clients a round {min(against, clients)} may side with the server (collusion "
-                f"{self.collusion:g}), and a sum must hide each of two others. Use more clients, or lower "
-                f"{spelled('collusion')}."
-            )
+        super().fits(clients, asked=asked)
         if self.holders > MOST_HOLDERS:
             raise ConfigError(f"{self.holders:,} clients cannot share one key: at most {MOST_HOLDERS:,} do.")
         if self.quorum > self.fewest(clients):
@@ -222,10 +243,6 @@ class ThresholdPaillier(Uplink):
                 f"{self.quorum} of all {self.holders} clients decrypt together, and a round has {clients}. Ask more "
                 f"clients a round ({spelled('cohort')}), or lower {spelled('collusion')}."
             )
-
-    def absences(self, clients: int) -> int:
-        """As many as leave the smallest sum."""
-        return max(clients - self.fewest(clients), 0)
 
     def caveats(self, run: RunFacts) -> Caveats:
         """The dealer, the quorum, the server's word for the product; and what a sum still says."""
