@@ -125,7 +125,9 @@ def test_without_a_policy_a_client_holds_the_run_to_its_target(name: str) -> Non
     """Two rounds more than were announced, by a server that keeps no account: nobody uploads in them."""
     one = job(clients=4, rounds=3, epsilon=1.0, how="size", **SMALL, **NOISED[name])
     longer = replace(one, config=one.config.with_changes(rounds=5))
-    engine, boundaries = LocalEngine(client_role(one), one.pool), list[RoundDone]()
+    role = client_role(one)
+    role._schedule = (5, one.cohort)
+    engine, boundaries = LocalEngine(role, one.pool), list[RoundDone]()
     drive(engine, relay_of(longer).run(), on_round=boundaries.append)
     assert [bool(done.failed) for done in boundaries] == [False, False, False, True, True]
     for done in boundaries[3:]:
@@ -218,6 +220,6 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
     run = held_run(one)
     state = run.engine.state_of(0)
     assert state.spent > 0
-    again, _ = run.role.handle(state, Hello("another run", Epoch(0, 0, 5, 5, 5, 0)), one.pool.clients[0])
+    again, _ = run.role.handle(state, Hello("another run", Epoch(0, 0, 2, 4, 4, 0)), one.pool.clients[0])
     assert again.spent == state.spent
     assert state.answering(0, 1).spent == state.spent

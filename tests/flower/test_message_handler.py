@@ -48,7 +48,7 @@ FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "voc
 LINEAGE = "0123456789abcdef" * 2
 CPU = torch.device("cpu")
 
-EPOCH = Epoch(0, 0, 5, 5, 5, 0)
+EPOCH = Epoch(0, 0, 2, 3, 3, 0)
 
 
 def a_setup(**changes: Any) -> Setup:
@@ -86,6 +86,10 @@ def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: P
     assert setup.name != other.name
     assert code(desk.handle(parcel(setup, Hello("run", EPOCH), "m1"))) == Code.PROTOCOL
     assert code(desk.handle(parcel(setup, Hello(other.name + "run", EPOCH), "m2"))) == Code.PROTOCOL
+    for number, epoch in enumerate(
+        (Epoch(0, 0, 2, 5, 5, 0), Epoch(0, 0, 2, 5, 3, 0, True), Epoch(0, 0, 1 << 32, 3, 3, 0))
+    ):
+        assert code(desk.handle(parcel(setup, Hello(setup.name + "run", epoch), f"e{number}"))) == Code.PROTOCOL
     assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == ""
     assert code(desk.handle(parcel(setup, Hello(setup.name + "another", EPOCH), "m4"))) == Code.PROTOCOL
 

@@ -294,7 +294,7 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
     _, states = driven(one, role)
     spent = states[0].spent
     assert spent > 0
-    state, _ = role.handle(states[0], Hello("another run", Epoch(0, 0, 5, 5, 5, 0)), one.pool.clients[0])
+    state, _ = role.handle(states[0], Hello("another run", Epoch(0, 0, 2, 5, 5, 0)), one.pool.clients[0])
     assert state.spent == spent
     assert state.answering(0, 1).spent == spent
 

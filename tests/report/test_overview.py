@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedveil.errors import ConfigError
 from fedveil.report.figures import Box, draw_overview, overview, placed
 from fedveil.report.sources import Spot, spots_of, what_was_compared
 
@@ -125,3 +126,10 @@ def test_the_page_has_a_figure_for_each_cost_and_hides_labels_with_their_schemes
         assert [trace["name"] for trace in traces] == [note["text"] for note in notes]
         assert {note["text"]: note["name"] for note in notes if note["name"]} == {"fedavg": "0", "= pile": "3"}
     assert overview({"schemes": {}}, {}) == []
+
+
+def test_a_comparison_without_attacks_has_no_picture_and_says_so(tmp_path: Path) -> None:
+    bare = {name: {key: one[key] for key in one if key != "attacked"} for name, one in RESULTS["schemes"].items()}
+    with pytest.raises(ConfigError, match="attacked"):
+        draw_overview({**RESULTS, "schemes": bare}, tmp_path / "overview.png")
+    assert not list(tmp_path.iterdir())

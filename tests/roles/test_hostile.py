@@ -17,9 +17,10 @@ from fedveil.engine.local import folded
 from fedveil.errors import Code, FedVeilError, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode
-from fedveil.protocol.directory import Epoch, Hello
+from fedveil.protocol.directory import Directory, Epoch, Hello
 from fedveil.protocol.messages import Reply, Train
 from fedveil.protocol.phases import Accumulator, RoundDone
+from fedveil.roles.client import ClientRole
 from fedveil.runs.loop import client_role
 from fedveil.uplink import noise_plan
 from fedveil.uplink.noised import Repaired
@@ -126,7 +127,7 @@ def test_no_client_enters_a_run_of_more_graphs_than_its_noise_counts_on(
     """A chance of 2⁻³⁰ a run is none of a run of 2³² rounds."""
     monkeypatch.setattr(noise_plan, "COMPLETE_UP_TO", 4)
     one = job(scheme="nadp", loss=None, rounds=2, clients=clients)
-    role, state = client_role(one), ClientState(0)
+    role, state = ClientRole(one.scheme, one.architecture), ClientState(0)  # which has agreed to no schedule
     agreed, endless = (Hello("run", Epoch(0, 0, rounds, clients, clients, 0, True)) for rounds in (2, 1 << 32))
     assert role.handle(state, agreed, one.pool.clients[0])
     if clients == 4:  # where there is no graph to wait for
@@ -135,3 +136,28 @@ def test_no_client_enters_a_run_of_more_graphs_than_its_noise_counts_on(
     with pytest.raises(ProtocolError, match="the same number of rounds") as refused:
         role.handle(state, endless, one.pool.clients[0])
     assert refused.value.code is Code.PROTOCOL
+
+
+@pytest.mark.parametrize("given", [{}, {"cohort": 50}, {"sampling_rate": 0.5}])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"clients": 20, "size": 20, "rate": 0.0, "least": 1},
+        {"size": 3, "rate": 0.0, "least": 1},
+        {"rounds": 1 << 32},
+        {"rate": 0.4, "size": 60, "least": 3},
+    ],
+)
+def test_no_client_enters_a_run_of_another_schedule_than_its_settings(
+    lie: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """Of 20 clients ten allies surround everybody, of 100 nobody; of 2³² rounds beacons can be drawn anew for years."""
+    one = job(scheme="veil-secagg", rounds=100, clients=100, secrets="os", **given)
+    role, state, cohort = client_role(one), ClientState(0), one.cohort
+    said = (cohort.clients, cohort.size, cohort.seed, cohort.shuffled, cohort.rate, cohort.least)
+    honest = Epoch(0, 0, 100, *said)
+    state, reply = role.handle(state, Hello("run", honest), one.pool.clients[0])
+    assert reply.samples == len(one.pool.clients[0])
+    for message in (Hello("run", replace(honest, **lie)), Directory.of("run", [reply], replace(honest, **lie))):
+        with pytest.raises(ProtocolError):
+            role.handle(state, message, one.pool.clients[0])

@@ -80,7 +80,9 @@ def test_sums_are_not_given_up_because_everybody_refuses_for_another_reason() ->
     """Here each client's own target is used up after three rounds; what they have trained they keep."""
     one = parted(rounds=3, epsilon=1.0, share=0.0)
     longer = replace(one, config=one.config.with_changes(rounds=5))
-    run = held_run(longer, through=lambda role: client_role(one))
+    role = client_role(one)
+    role._schedule = (5, one.cohort)
+    run = held_run(longer, through=lambda _: role)
     assert [bool(done.failed) for done in run.rounds] == [False, False, False, True, True]
     held = [run.engine.state_of(client).held for client in range(5)]
     assert [one and one.version for one in held] == [3] * 5

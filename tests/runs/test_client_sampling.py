@@ -152,7 +152,7 @@ def test_a_run_stops_where_no_draw_could_be_large_enough(
     gone = {2, 3}
     engine = LocalEngine(client_role(one), one.pool, absent=lambda request, client: client in gone)
     server = server_of(one)
-    with pytest.raises(ProtocolError, match="at least three clients"):
+    with pytest.raises(ProtocolError, match="2 clients are there, and a round must have 3"):
         conduct(one, engine, server, privacy_journal_of(one, None, server.state), state=server.state)
 
 

@@ -55,7 +55,9 @@ def test_a_client_answers_no_more_rounds_than_its_noise_is_made_for() -> None:
     """It has no policy of its own; a server that went on asking was answered, and no client counted."""
     one, longer = sampled(rounds=2), sampled()
     boundaries: list[RoundDone] = []
-    engine = LocalEngine(client_role(one), one.pool)
+    role = client_role(one)
+    role._schedule = (longer.config.rounds, longer.cohort)
+    engine = LocalEngine(role, one.pool)
     drive(engine, server_of(longer).run(), on_round=boundaries.append)
     assert [len(done.gathered.arrived) for done in boundaries] == [3, 3, 0, 0]
     assert "its noise is made for 2 rounds" in boundaries[2].gathered.refused[0].text

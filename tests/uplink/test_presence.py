@@ -6,6 +6,7 @@ two stories about anybody; and of eleven they need tell none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +17,14 @@ from numpy.typing import NDArray
 from fedveil.errors import ConfigError
 from fedveil.ledger.accountant import COLLUSION, Accountant
 from fedveil.ledger.policy import Policy
-from fedveil.protocol.directory import Directory, beacon, draws_of
+from fedveil.protocol.directory import Directory, Epoch, beacon, draws_of
 from fedveil.protocol.parts import RoundContext
 from fedveil.uplink import masked
 from fedveil.uplink.graph import LEAST_BITS, surrounded_bits, withstood
 from fedveil.uplink.masked import Masked
 from fedveil.uplink.noise_plan import NoisePlan, Target, worst_of
 from uplink.masking import nonces_of
-from uplink.test_grinding import ALLIES, RUN, Grinder, two_stories
+from uplink.test_grinding import ALLIES, RUN, Grinder, surrounded, two_stories
 
 VICTIM = 3
 
@@ -74,6 +75,46 @@ def test_the_attack_still_reads_an_upload_where_clients_count_allies_of_those_pr
     read, context = read_among(server, (*range(14), *ALLIES))
     assert read is not None
     assert np.array_equal(read, server.sent(VICTIM, context))
+
+
+def drawn_among(server: Grinder, present: tuple[int, ...], *, epochs: int) -> Iterator[RoundContext]:
+    """The rounds of so many epochs from which all but those present are said to be away."""
+    cohort = server.job.cohort
+    said = (cohort.clients, cohort.size, cohort.seed, cohort.shuffled, cohort.rate, cohort.least)
+    for number in range(epochs):
+        epoch = Epoch(number, 0, 100, *said)
+        server.commit(epoch)
+        server.directory = Directory.of(RUN, server.announced, epoch, present)
+        nonces = nonces_of(server.directory, [server.told(client, server.directory) for client in present])
+        server.beacon = beacon(server.directory, nonces)
+        for round in range(epoch.window):
+            yield server.context(round, server.directory.cohort(round, server.beacon))
+
+
+@pytest.mark.parametrize("how", [{"sampling_rate": 0.5}, {"cohort": 50}])
+def test_rounds_drawn_from_few_that_are_there_are_held_only_where_ten_of_all_surround_nobody(
+    how: dict[str, Any],
+) -> None:
+    """With 16 honest clients left, ten allies surrounded one of them in a third of the rounds that were held."""
+    for honest, some in ((16, False), (60, True)):
+        server, held = Grinder(rounds=100, secrets="os", **how), 0
+        assert any("surround nobody" in said for said in server.job.scheme.caveats.assumptions)
+        for context in drawn_among(server, (*range(honest), *ALLIES), epochs=2):
+            try:
+                graph = server.uplink.graph(context)
+            except ConfigError:
+                continue
+            held += 1
+            assert surrounded(graph, server.uplink) is None
+        assert (held > 0) is some
+
+
+def test_ten_allies_surround_somebody_where_only_those_drawn_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above can fail. Sampled rounds of so few are not held at all: they are fewer than `least`."""
+    monkeypatch.setattr(Masked, "check_round", lambda self, context: self.fits(len(context.cohort)))
+    server = Grinder(rounds=100, secrets="os", cohort=50)
+    contexts = (one for one in drawn_among(server, (*range(16), *ALLIES), epochs=8) if len(one.cohort) > 2)
+    assert any(surrounded(server.uplink.graph(context), server.uplink) is not None for context in contexts)
 
 
 @pytest.mark.parametrize(("given", "asked"), [(None, 100), (30, 100), (60, 200)])

@@ -389,7 +389,7 @@ def compare(
 def _report(done: Comparison, *, quiet: bool) -> None:
     """Write the page about everything that finished, and of a preset the picture; without their packages the figures
     stand all the same."""
-    from fedveil.errors import MissingExtraError
+    from fedveil.errors import ConfigError, MissingExtraError
 
     if all(progress.summary is None for progress in done.standings):
         return
@@ -407,7 +407,7 @@ def _report(done: Comparison, *, quiet: bool) -> None:
     for what, write in (("page", page), *((("picture", picture),) if done.plan.preset is not None else ())):
         try:
             file = write()
-        except MissingExtraError as reason:
+        except (ConfigError, MissingExtraError) as reason:
             aside(f"no {what}: {reason}")
         else:
             if not quiet:

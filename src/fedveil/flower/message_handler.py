@@ -99,6 +99,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         "policy": home.policy,
         "roster": home.roster,
         "identities": None if home.identity is None else {home.client: home.identity},
+        "schedule": (config.rounds, common.cohort),
     }
     if common.scheme.holder == "server":
         role = ClientRole(common.scheme, architecture, **own)

@@ -243,6 +243,23 @@ class Epoch:
         """How many graphs a server can see in a run, by every epoch and every round that clients allow."""
         return _GRAPHS_A_ROUND * self.window * self.most
 
+    def check_agreed(self, rounds: int, cohort: Cohort) -> None:
+        """Refuse another schedule than that of the settings a client has agreed to.
+
+        Who hides whom, how many collude of how many, and how often a graph is drawn anew all follow from it. A server
+        may ask for more clients than `least`, and leave to a beacon what a seed could decide; which seed is all the
+        same.
+        """
+        shuffled, least = cohort.shuffled or self.shuffled, max(cohort.least, self.least)
+        own = replace(cohort, seed=self.seed, shuffled=shuffled, least=least)
+        if (self.rounds, self.cohort) != (rounds, own):
+            raise ProtocolError(
+                f"an epoch is of {self.rounds} rounds that ask {self.size} of {self.clients} clients, and the settings "
+                f"that this client has agreed to have {rounds} rounds that ask {cohort.size} of {cohort.clients}"
+                f"{f', each with probability {cohort.rate:g}' if cohort.rate or self.rate else ''}: a server that "
+                "names others could pick who hides whom"
+            )
+
     @property
     def schedule(self) -> tuple[int, Cohort]:
         """What stays as it is through a run."""
@@ -395,8 +412,12 @@ class Directory(Request):
         return {client: place for place, client in enumerate(self.present.tolist())}
 
     def cohort(self, round: int, beacon: bytes) -> tuple[int, ...]:
-        """A round's clients: those that the schedule names, as far as they are of the epoch."""
-        return tuple(client for client in self.epoch.drawn(round, beacon) if client in self._here)
+        """A round's clients: those that the schedule names, as far as they are of the epoch.
+
+        Of sampled clients nobody, where fewer of them are left than a round must have.
+        """
+        here = tuple(client for client in self.epoch.drawn(round, beacon) if client in self._here)
+        return () if self.epoch.rate and len(here) < self.epoch.least else here
 
     def commitment(self, client: int) -> bytes:
         """A client's commitment; refused for one that is not of the epoch."""

@@ -385,6 +385,10 @@ class Channel(Protocol):
         """Refuse rounds of so few clients, of those `asked`, that this uplink could hide nothing (ConfigError)."""
         return
 
+    def check_round(self, context: RoundContext) -> None:
+        """Refuse a round that this uplink could hide nothing in, of those that are there (ConfigError)."""
+        self.fits(len(context.cohort), asked=context.asked)
+
     def prepare(self) -> None:
         """Refuse to begin where a package is missing; start what takes long to start."""
         return

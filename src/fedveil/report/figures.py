@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.errors import missing_extra
+from fedveil.errors import ConfigError, missing_extra
 from fedveil.report.sources import Curve, SourceGroup, Spot, duration, percent, plain, size, spots_of, what_was_compared
 
 
@@ -465,8 +465,12 @@ def draw_overview(results: Mapping[str, Any], file: Path) -> Path:
     """Draw every scheme of a comparison, accuracy over bytes and over seconds, as a PNG and, beside it, an SVG.
 
     Raises:
+        ConfigError: No scheme has all that is drawn of it.
         MissingExtraError: matplotlib is not installed.
     """
+    spots = spots_of(results)
+    if not spots:
+        raise ConfigError("no scheme was trained to tell classes, and attacked.")
     try:
         from matplotlib.figure import Figure as Canvas
         from matplotlib.lines import Line2D
@@ -474,7 +478,6 @@ def draw_overview(results: Mapping[str, Any], file: Path) -> Path:
         from matplotlib.ticker import LogLocator
     except ImportError:
         raise missing_extra("matplotlib", "plots", "The picture of a comparison") from None
-    spots = spots_of(results)
     canvas = Canvas(figsize=(9.2, 12.0), dpi=150)
     panels = canvas.subplots(2, 1)
     canvas.subplots_adjust(left=0.08, right=0.985, top=0.97, bottom=0.175, hspace=0.15)

@@ -49,13 +49,14 @@ from fedveil.downlink.rescaling import head_site
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
 from fedveil.ledger.policy import OwnLimits, Policy, SampledRounds
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.directory import Directory, Hello, Nonces
+from fedveil.protocol.directory import Cohort, Directory, Hello, Nonces
 from fedveil.protocol.key_agreement import KEY_SIZES, introduce
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, clip_factor, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
 from fedveil.tensors import statistics_in
+from fedveil.work.held_back import FIGURES
 from fedveil.work.messages import ClientData, KeptTensors, RunMany, Workspace, keeps_for_itself
 
 if TYPE_CHECKING:
@@ -156,13 +157,15 @@ def own_target(scheme: Scheme) -> Policy:
 class ClientTerms(TypedDict, total=False):
     """What is a client's own: `policy`, which no message to it can widen; `roster`, which pins everybody's signing key;
     `identities`, this machine's own private ones; `told`, a digest of what its local work is told besides the request,
-    which others under the same masks must have been told, too."""
+    which others under the same masks must have been told, too; `schedule`, how many rounds the run has and who is asked
+    in them, by the settings that the client has agreed to."""
 
     secrets: SecretSource | None
     policy: Policy | None
     roster: Roster | None
     identities: Mapping[int, bytes] | None
     told: bytes
+    schedule: tuple[int, Cohort]
 
 
 class Participant(ABC):
@@ -186,6 +189,7 @@ class Participant(ABC):
         self._roster = own.get("roster")
         self._identities = own.get("identities") or {}
         self._told = own.get("told", b"")
+        self._schedule = own.get("schedule")
 
     def handle(
         self,
@@ -236,8 +240,12 @@ class Participant(ABC):
         self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
     ) -> tuple[ClientState, Reply]:
         plan = self._scheme.uplink.plan
-        if isinstance(request, Hello) and plan is not None:
+        if isinstance(request, (Hello, Directory)):
             request.epoch.check()
+            if self._schedule is not None:
+                rounds, cohort = self._schedule
+                request.epoch.check_agreed(max(rounds, 1) + (FIGURES in self._terms.layout.names), cohort)
+        if isinstance(request, Hello) and plan is not None:
             plan.check_draws(request.epoch.draws, size=request.epoch.size)
         return introduce(
             state,

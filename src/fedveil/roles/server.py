@@ -184,12 +184,16 @@ class Conductor(ABC):
         """Why a round is not to be asked for; empty where it is."""
         if len(able) < self._fewest:
             return self._why_stopped(context, able)
-        unfit = self._unfit(len(able)) or self._unfit(len(context.cohort), asked=context.asked)
-        return (self._refusal() or unfit) if unfit else ""
+        try:
+            self._scheme.uplink.fits(len(able))
+            self._scheme.uplink.check_round(context)
+        except ConfigError as reason:
+            return self._refusal() or str(reason).rstrip(".")
+        return ""
 
     def _drawn_too_few(self) -> bool:
         """Whether chance alone has left a round too small: of those that are there, another may draw enough."""
-        return bool(self._cohort.rate) and self._here >= self._cohort.least and not self._unfit(self._here)
+        return bool(self._cohort.rate) and not self._unfit(self._here)
 
     @property
     def _here(self) -> int:
@@ -197,10 +201,12 @@ class Conductor(ABC):
         known = self._introductions
         return min(self._cohort.clients if known is None else len(known.present), self._cohort.size)
 
-    def _unfit(self, clients: int, *, asked: int | None = None) -> str:
-        """Why the uplink takes no round of so many clients; empty where it does."""
+    def _unfit(self, clients: int) -> str:
+        """Why no round is held of so many clients; empty where one is."""
+        if clients < self._cohort.least:
+            return f"{clients} clients are there, and a round must have {self._cohort.least}"
         try:
-            self._scheme.uplink.fits(clients, asked=asked)
+            self._scheme.uplink.fits(clients)
         except ConfigError as reason:
             return str(reason).rstrip(".")
         return ""

@@ -95,6 +95,7 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
         "policy": guard.policy,
         "roster": guard.roster,
         "identities": guard.identities,
+        "schedule": (job.config.rounds, job.cohort),
     }
     if job.scheme.holder == "server":
         return ClientRole(job.scheme, job.architecture, **own)

@@ -278,6 +278,7 @@ def colluding(clients: int, share: float) -> int:
     return math.floor(share * clients + 1e-9)
 
 
+@lru_cache(maxsize=1024)
 def surrounded_bits(
     size: int, *, of: int, degree: int, share: float, needed: Needed, draws: int, asked: int | None = None
 ) -> float:

@@ -243,13 +243,7 @@ class Masked(Uplink):
         draws, needed = draws_of(run.rounds) * self.groups, self.quorum.of
         everybody, sampled = max(run.clients, run.cohort), run.clients > run.cohort or bool(run.least)
 
-        def at(size: int) -> tuple[float, int, int]:
-            degree = self.degree_of(size, of=everybody, draws=draws)
-            facts: GraphFacts = {"share": self.collusion, "needed": needed, "draws": draws}
-            return surrounded_bits(size, of=everybody, degree=degree, **facts), degree, size
-
-        # Where chance decides how many a round has: that of all sizes at which the chance is largest.
-        bits, degree, size = min(map(at, range(max(run.least, 3), run.cohort + 1))) if run.least else at(run.cohort)
+        bits, degree, size = self._weakest(everybody, run.cohort, run.least, draws)
         whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
         who = (
             f"at most {colluding(everybody, self.collusion)} of {whose} {everybody} clients collude (collusion "
@@ -262,18 +256,56 @@ class Masked(Uplink):
             return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
         if bits >= LEAST_BITS:
             return f"{who}{chance}at most 2^-{bits:.1f}"
-        bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
+        bound = "not bounded" if bits <= 0 else f"bounded, with everybody there, by 2^-{bits:.1f} only"
         fitting = masking_degree(size, of=everybody, share=self.collusion, needed=needed, draws=draws)
         mend = f"give {fitting} neighbours or leave the choice to FedVeil"
         if degree >= fitting:
             mend = f"cohorts of {size} are too small for such a share, give a larger cohort"
         return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: {mend}"
 
+    def _weakest(self, clients: int, cohort: int, least: int, draws: int) -> tuple[float, int, int]:
+        """−log₂ of the chance that somebody is surrounded in a run in which everybody is there; degree and size.
+
+        Where chance decides how many a round has, these are of the size at which that chance is largest.
+        """
+        facts: GraphFacts = {"share": self.collusion, "needed": self.quorum.of, "draws": draws}
+
+        def at(size: int) -> tuple[float, int, int]:
+            degree = self.degree_of(size, of=clients, draws=draws)
+            return surrounded_bits(size, of=clients, degree=degree, **facts), degree, size
+
+        return min(map(at, range(max(least, 3), cohort + 1))) if least else at(cohort)
+
+    def check_round(self, context: RoundContext) -> None:
+        """Refuse a round from which so many are away that those who collude could surround somebody after all.
+
+        They are counted of all clients of the run, whoever the server says is away and whoever chance has drawn. Where
+        the ledger bounds no chance with everybody there, none is asked for.
+        """
+        self.fits(len(context.cohort), asked=-(-context.asked // self.groups))
+        if context.directory is None:
+            return
+        epoch, size = context.directory.epoch, len(context.cohort)
+        if epoch.cohort.everybody and self.groups == 1:
+            return  # nobody is left to chance: what fits is all there is to say
+        there = min(len(context.directory.present), self._there(size, epoch, len(context.directory.present)))
+        draws = epoch.draws * self.groups
+        claimed, _, _ = self._weakest(epoch.clients, epoch.size // self.groups, epoch.least if epoch.rate else 0, draws)
+        degree = self._graph_degree(size, epoch, len(context.directory.present))
+        facts: GraphFacts = {"share": self.collusion, "needed": self.quorum.of, "draws": draws}
+        bits = surrounded_bits(size, of=max(there, size), degree=degree, asked=epoch.clients, **facts)
+        if claimed >= LEAST_BITS and bits < (claimed if math.isinf(claimed) else LEAST_BITS):
+            raise ConfigError(
+                f"Of {epoch.clients} clients {there} are there, {size} of them in this round, and "
+                f"{colluding(epoch.clients, self.collusion)} of all may collude (collusion {self.collusion:g}): among "
+                "so few, those could read others' uploads. Wait for more clients, or lower collusion."
+            )
+
     def graph(self, context: RoundContext) -> Graph:
         """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""
         seed = context.graph_seed()
         assert context.directory is not None
-        self.fits(len(context.cohort), asked=-(-context.asked // self.groups))
+        self.check_round(context)
         return self._graph_of(context.cohort, seed, context.directory.epoch, len(context.directory.present))
 
     def degree_of(self, size: int, *, of: int, draws: int, asked: int | None = None) -> int:
@@ -285,11 +317,18 @@ class Masked(Uplink):
         return masking_degree(size, of=of, share=share, needed=needed, draws=draws, asked=asked, given=self.degree)
 
     def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch, there: int) -> Graph:
-        if not epoch.rate:
-            # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
-            there = max(len(cohort), min(epoch.clients, epoch.clients * len(cohort) * self.groups // epoch.size))
-        draws = epoch.draws * self.groups
-        return _ring(cohort, self.degree_of(len(cohort), of=there, draws=draws, asked=epoch.clients), seed)
+        return _ring(cohort, self._graph_degree(len(cohort), epoch, there), seed)
+
+    def _there(self, size: int, epoch: Epoch, present: int) -> int:
+        """Of how many that are there a round's `size` clients are drawn, when `present` are of the epoch."""
+        if epoch.rate:
+            return present
+        # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
+        return max(size, min(epoch.clients, epoch.clients * size * self.groups // epoch.size))
+
+    def _graph_degree(self, size: int, epoch: Epoch, present: int) -> int:
+        there, draws = self._there(size, epoch, present), epoch.draws * self.groups
+        return self.degree_of(size, of=there, draws=draws, asked=epoch.clients)
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
