@@ -14,6 +14,7 @@ from fedveil.crypto.functional import (
     CIPHERTEXT_BYTES,
     KEY_BYTES,
     ORDER,
+    PAD_BLOCK,
     POINT_BYTES,
     AuthoritySecrets,
     EncryptionKey,
@@ -88,6 +89,16 @@ def test_what_a_key_leaves_of_one_upload_is_under_pads_of_which_no_two_are_alike
         difference = points().combine_keys([left[one], left[other].multiply(minus)])
         assert table.of(difference, 1 << 15) is None
     assert len(set(pads)) == 3
+
+
+@pytest.mark.parametrize("count", [1, PAD_BLOCK - 1, PAD_BLOCK, 2 * PAD_BLOCK + 1])
+def test_a_key_has_what_the_clients_pads_add_up_to_across_blocks(count: int) -> None:
+    """And no two pads of a client are alike, wherever a block begins."""
+    secrets, weights = AuthoritySecrets(SEED), {0: 1, 3: 2}
+    pads = {client: pads_of(secrets.key_of(client)[-32:], count) for client in weights}
+    assert all(len(set(own)) == count for own in pads.values())
+    added = [(own + 2 * other) % ORDER for own, other in zip(pads[0], pads[3], strict=True)]
+    assert secrets.key_for(weights, count).pads == b"".join(one.to_bytes(32, "big") for one in added)
 
 
 def test_another_rounds_key_opens_nothing() -> None:

@@ -24,7 +24,14 @@ Made = dict[str, dict[int, Figures]]
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("tp-smc", {}), ("tp-smc", {"local_steps": 2}), ("pile", {"loss": "square"}), ("lwe-secagg", {"local_steps": 2})],
+    [
+        ("tp-smc", {}),
+        ("tp-smc", {"local_steps": 2}),
+        ("tp-smc", {"accounting": "paper", "collusion": 0.0}),
+        ("hybridalpha", {"accounting": "paper", "collusion": 0.0}),
+        ("pile", {"loss": "square"}),
+        ("lwe-secagg", {"local_steps": 2}),
+    ],
     ids=str,
 )
 def test_a_model_trained_under_masks_is_that_of_the_cipher_to_the_last_bit(

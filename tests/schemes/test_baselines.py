@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from federation import distance, job, trained
+from federation import distance, job, same_bits, trained
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
@@ -47,6 +47,59 @@ def test_secagg_opens_the_sum_of_who_is_there() -> None:
         assert all(done.gathered.arrived == (0, 1, 3, 4) for done in rounds)
         models.append(state.weights.parameters)
     assert distance(*models) < 1e-8
+
+
+TWINS = {info.name: dict(info.twin) for info in schemes.schemes() if info.twin}
+UNDER: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "everybody": ({}, ()),
+    "the paper's noise": ({"accounting": "paper"}, ()),
+    "the paper's noise, shrinking": ({"accounting": "paper", "noise_decay": 0.9}, ()),
+    "four of eight away": ({"clients": 8}, (0, 1, 2, 3)),
+    "four of twelve away": ({"clients": 12}, (0, 1, 2, 3)),
+    "drawn by chance": ({"clients": 12, "sampling_rate": 0.6}, ()),
+    "drawn by chance, by the paper": ({"clients": 12, "sampling_rate": 0.6, "accounting": "paper"}, ()),
+    # Of twenty clients two or three may collude in the largest round: some small ones cannot be.
+    "rounds that cannot be": ({"clients": 20, "sampling_rate": 0.3}, ()),
+}
+
+
+CASES = {
+    f"{name}, {what}": (name, more, away)
+    for name in TWINS
+    for what, (more, away) in UNDER.items()
+    if "accounting" in schemes.find(name).options or "accounting" not in more
+}
+
+
+@pytest.mark.parametrize(("name", "more", "away"), CASES.values(), ids=CASES)
+def test_a_ciphers_twin_trains_its_very_model(name: str, more: dict[str, Any], away: tuple[int, ...]) -> None:
+    """To the last bit, with its noise by either accounting, in rounds of any size; what one fails, both fail."""
+    shared = {"scheme": name, "rounds": 3, "options": {"depth": 2, "width": 2}, **more}
+    jobs = job(**shared), job(**shared, **TWINS[name])
+    gone = lambda ask, client: client in away  # noqa: E731
+    (ours, rounds), (theirs, others) = (trained(one, absent=gone) for one in jobs)
+    assert jobs[0].scheme.plan == jobs[1].scheme.plan
+    assert [bool(done.failed) for done in rounds] == [bool(done.failed) for done in others]
+    assert not all(done.failed for done in rounds)
+    assert same_bits(ours.weights.parameters, theirs.weights.parameters)
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("clients", [4, 5, 13, 32])
+@pytest.mark.parametrize("collusion", [0.0, 0.1, 0.25, 0.5])
+def test_as_many_may_be_missing_under_a_ciphers_twin_in_rounds_of_any_size(
+    name: str, clients: int, collusion: float
+) -> None:
+    """And no twin does a round that the cipher would refuse."""
+    shared = {"clients": clients, "collusion": collusion, "options": {"depth": 2, "width": 2}}
+    cipher, twin = (job(scheme=name, **shared, **more).scheme.uplink for more in ({}, TWINS[name]))
+    for size in range(3, clients + 1):
+        assert twin.absences(size) == cipher.absences(size)
+        try:
+            cipher.fits(size, asked=clients)
+        except ConfigError:
+            with pytest.raises(ConfigError):
+                twin.fits(size, asked=clients)
 
 
 def forged(replies: list[Any]) -> list[Any]:

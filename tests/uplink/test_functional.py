@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 
 from driving import drive
 from federation import job, next_ask, same_bits, server_of, trained
-from fedveil.crypto.functional import AuthoritySecrets, EncryptionKey
+from fedveil.crypto.functional import SCALAR_BYTES, AuthoritySecrets, EncryptionKey
 from fedveil.crypto.keys import Identity, Roster
 from fedveil.engine import LocalEngine
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
@@ -25,6 +26,7 @@ from fedveil.runs.loop import authority_role, client_role
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.schemes.options import MaskOptions
 from fedveil.secrets import SeededSecrets, StoredSecret
+from fedveil.uplink import functional
 from fedveil.uplink.functional import (
     FunctionalEncryption,
     FunctionalUpload,
@@ -187,7 +189,7 @@ def test_a_key_of_another_length_is_refused_and_none_is_there() -> None:
 @cache
 def asked() -> tuple[Job, ClientState, SetupRound, KeyFor]:
     """The authority before its first round's keys, and what the server then asks of it."""
-    one = small(rounds=1)
+    one = small()
     engine, steps = engine_of(one), server_of(one).run()
     ask = next_ask(steps)
     while not isinstance(ask.common, SetupRound):
@@ -266,8 +268,8 @@ def test_a_refusal_of_the_authoritys_has_its_code_where_the_round_fails() -> Non
 def test_rounds_only_go_forward_and_every_one_has_keys_of_its_own() -> None:
     role, state, first = set_up()
     setup = asked()[2]
-    for again in (setup, replace(setup, cohort=torch.tensor([0, 1, 2, 3]))):
-        with pytest.raises(ProtocolError, match="left behind"):
+    for again in (setup, replace(setup, cohort=torch.tensor([0, 1, 2, 3])), replace(setup, attempt=1)):
+        with pytest.raises(ProtocolError, match=r"^the key authority was asked for keys of round 1, .* left behind"):
             role.handle(state, again)
     later, second = role.handle(state, replace(setup, round=1))
     assert isinstance(second, RoundKeys)
@@ -293,6 +295,45 @@ def test_the_authority_draws_no_keys_for_strangers_or_too_few(changes: Any, why:
         set_up(**changes(asked()[2]))
 
 
+@pytest.mark.parametrize("round", [2, 500, 10**9])
+def test_the_authority_draws_no_keys_for_a_round_outside_the_epoch(round: int) -> None:
+    """Of a run of two rounds."""
+    assert isinstance(set_up(round=1)[2], RoundKeys)
+    with pytest.raises(ProtocolError, match="not of the epoch") as refused:
+        set_up(round=round)
+    assert refused.value.code is Code.WITHHELD
+
+
+def test_the_largest_key_that_the_authority_gives_fits_into_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured of one a sixteenth as large, whose bytes are all that grows; and one number more is withheld."""
+    assert functional.MOST_NUMBERS * SCALAR_BYTES == 32 << 20
+    most = functional.MOST_NUMBERS >> 4
+    monkeypatch.setattr(functional, "MOST_NUMBERS", most)
+    role, state, _ = set_up()
+    request = replace(asked()[3], numbers=most)
+    tracemalloc.start()
+    try:
+        _, reply = role.handle(state, request)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(reply, FunctionKeys)
+    assert reply.pads.numel() == most * SCALAR_BYTES
+    fixed = peak - reply.pads.numel()
+    assert fixed < 4 << 20
+    with pytest.raises(ProtocolError, match="cannot be") as refused:
+        role.handle(state, replace(request, numbers=most + 1))
+    assert refused.value.code is Code.WITHHELD
+
+
+def test_networks_of_more_numbers_than_a_key_is_given_for_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = small()
+    monkeypatch.setattr(functional, "MOST_NUMBERS", one.scheme.layout(one.architecture).length - 2)
+    with pytest.raises(ConfigError, match="--cover masks"):
+        trained(one)
+    trained(small(cover="masks"))
+
+
 def test_the_authority_takes_no_directory_that_contradicts_an_earlier_one() -> None:
     role, state, _ = set_up()
     setup = asked()[2]
@@ -315,7 +356,7 @@ def test_what_is_not_for_the_authority_is_refused() -> None:
 @cache
 def handed() -> tuple[Job, dict[int, ClientState], Ask]:
     """Clients that are about to be asked to train, and what they are then sent."""
-    one = small(rounds=1)
+    one = small()
     engine, steps = engine_of(one), server_of(one).run()
     ask = next_ask(steps)
     while not isinstance(ask.common, Train):

@@ -37,6 +37,8 @@ SCALAR_BYTES, POINT_BYTES, SEED_BYTES = 32, 33, 32
 CIPHERTEXT_BYTES = 3 * POINT_BYTES
 HALVES_BYTES = 2 * SCALAR_BYTES
 KEY_BYTES = 2 * POINT_BYTES + SEED_BYTES
+PAD_BLOCK = 1 << 12
+"""So many pads are drawn at once: who adds up those of many clients holds no more of them."""
 _TAG = slice(1, 13)
 """So much of a point's first coordinate that no two of a table's are alike but with a chance of 2⁻⁶⁰."""
 _FEWEST_STEPS, _MOST_STEPS = 1 << 10, 1 << 18
@@ -73,13 +75,24 @@ def _product(factors: list[PublicKey]) -> PublicKey | None:
         return None
 
 
-def _numbers(content: bytes) -> list[int]:
+def _numbers(content: bytes | bytearray) -> list[int]:
     return [int.from_bytes(content[at : at + SCALAR_BYTES], "big") for at in range(0, len(content), SCALAR_BYTES)]
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    """Every block of so many numbers' pads: which it is, and how many are in it."""
+    for block, start in enumerate(range(0, count, PAD_BLOCK)):
+        yield block, min(PAD_BLOCK, count - start)
+
+
+def _pad_block(seed: bytes, block: int, size: int) -> list[int]:
+    drawn = hashlib.shake_256(b"fedveil pads 2" + seed + block.to_bytes(8, "big"))
+    return _numbers(drawn.digest(SCALAR_BYTES * size))
 
 
 def pads_of(seed: bytes, count: int) -> list[int]:
     """The pads of a client's numbers: uniform below p up to 2⁻¹²⁷, since p is so near to 2²⁵⁶."""
-    return _numbers(hashlib.shake_256(b"fedveil pads 1" + seed).digest(SCALAR_BYTES * count))
+    return [pad for block in _blocks(count) for pad in _pad_block(seed, *block)]
 
 
 def check_ciphertexts(content: bytes) -> None:
@@ -138,25 +151,24 @@ class EncryptionKey(Guarded):
 
 @dataclass(frozen=True, eq=False)
 class FunctionKey:
-    """A key for the weights y: what each client's ciphertexts are opened by, and what is left of the pads."""
+    """A key for the weights y: what each client's ciphertexts are opened by, and what the pads add up to, as bytes."""
 
     weights: Mapping[int, int]
     halves: Mapping[int, tuple[int, int]]
-    pads: Sequence[int]
+    pads: bytes | bytearray
 
-    def to_bytes(self) -> tuple[bytes, bytes]:
+    def to_bytes(self) -> tuple[bytes, bytes | bytearray]:
         """The halves by client, in the order of the weights, and the pads."""
-        halves = b"".join(_bytes(half) for client in self.weights for half in self.halves[client])
-        return halves, b"".join(map(_bytes, self.pads))
+        return b"".join(_bytes(half) for client in self.weights for half in self.halves[client]), self.pads
 
     @staticmethod
-    def from_bytes(weights: Mapping[int, int], halves: bytes, pads: bytes) -> FunctionKey:
+    def from_bytes(weights: Mapping[int, int], halves: bytes, pads: bytes | bytearray) -> FunctionKey:
         """The key that `to_bytes` wrote; refuses one that cannot be."""
         numbers = _numbers(halves)
         if not all(0 < number < ORDER for number in numbers):
             raise ProtocolError("a key holds what is no power of a point")
         pairs = dict(zip(weights, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
-        return FunctionKey(weights, pairs, _numbers(pads))
+        return FunctionKey(weights, pairs, pads)
 
 
 class AuthoritySecrets(Guarded):
@@ -189,12 +201,15 @@ class AuthoritySecrets(Guarded):
         halves = {
             client: tuple(weight * half % ORDER for half in self._halves(client)) for client, weight in weights.items()
         }
-        pads = [0] * count
-        for client, weight in weights.items():
-            pads = [
-                (total + weight * pad) % ORDER
-                for total, pad in zip(pads, pads_of(self._pad_seed(client), count), strict=True)
-            ]
+        seeds = {client: self._pad_seed(client) for client in weights}
+        pads, at = bytearray(SCALAR_BYTES * count), 0
+        for block, size in _blocks(count):
+            sums = [0] * size
+            for client, weight in weights.items():
+                drawn = _pad_block(seeds[client], block, size)
+                sums = [total + weight * pad for total, pad in zip(sums, drawn, strict=True)]
+            pads[at : at + SCALAR_BYTES * size] = b"".join(map(_bytes, sums))
+            at += SCALAR_BYTES * size
         return FunctionKey(weights, halves, pads)  # type: ignore[arg-type]
 
 
@@ -256,10 +271,10 @@ def logarithms(count: int, usual: int) -> Logarithms:
 
 def opened(uploads: Mapping[int, bytes], key: FunctionKey, *, bound: int, usual: int) -> list[int]:
     """Σ y_i·x_ij for every number j of the clients that the key is for; refuses sums beyond ± `bound`."""
-    make, table = points(), logarithms(len(key.pads), usual)
+    make, table = points(), logarithms(len(key.pads) // SCALAR_BYTES, usual)
     powers = {client: (_bytes(-first), _bytes(-second)) for client, (first, second) in key.halves.items()}
     sums = []
-    for place, pad in enumerate(key.pads):
+    for place, pad in enumerate(_numbers(key.pads)):
         factors = [make.from_valid_secret(_bytes(-pad))] if pad % ORDER else []
         for client, weight in key.weights.items():
             (first, second), at = powers[client], place * CIPHERTEXT_BYTES

@@ -255,11 +255,8 @@ def hybridalpha(
         decrypted=True,
         word_bits=SHORT_BITS,
     )
-    uplink: Uplink = (
-        FunctionalEncryption(plan, setting.clients, setting.cohort, collusion)
-        if cover == "keys"
-        else same_sums(max(setting.cohort, 3), 2.0**24, plan, collusion)
-    )
+    cipher = FunctionalEncryption(plan, setting.clients, setting.cohort, collusion)
+    uplink: Uplink = cipher if cover == "keys" else same_sums(cipher, 2.0**24)
     return Scheme(
         name="hybridalpha",
         downlink=Plain(),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from fedveil.crypto.paillier import KEY_BITS
@@ -18,11 +18,11 @@ from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
 from fedveil.plain import list_of
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
-from fedveil.uplink.graph import COLLUSION, default_degree
+from fedveil.uplink.graph import COLLUSION, default_degree, threshold
 from fedveil.uplink.masked import Masked, Unmasking
-from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target, dishonest, smallest_sum
+from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
-from fedveil.uplink.threshold import ThresholdPaillier
+from fedveil.uplink.threshold import OpenedByKey, ThresholdPaillier
 from fedveil.uplink.unmasking import Quorum
 from fedveil.work.batches import LocalOptimiser, OptimiserName, Schedule
 from fedveil.work.clipping import AdaptiveClip, ClippedSamples, ClippedUpdate, check_bound, check_clip_decay
@@ -328,12 +328,8 @@ class KeyOptions:
         self, setting: Setting, value_range: float = 2.0**24, *, noise: NoisePlan | None = None
     ) -> ThresholdPaillier | Masked:
         """Sums that clients decrypt; a key that could be found out is for simulations, which hide nothing anyway."""
-        if self.cover == "masks":
-            if self.key_bits is not None:
-                raise ConfigError(
-                    f"{spelled('key_bits')} is of {spelled('cover', 'paillier')}: leave it out under masks."
-                )
-            return same_sums(max(setting.cohort, 3), value_range, noise, self.collusion)
+        if self.cover == "masks" and self.key_bits is not None:
+            raise ConfigError(f"{spelled('key_bits')} is of {spelled('cover', 'paillier')}: leave it out under masks.")
         usual = SIMULATED_BITS if setting.simulation else KEY_BITS
         bits = usual if self.key_bits is None else self.key_bits
         if bits < KEY_BITS and not setting.simulation:
@@ -341,21 +337,46 @@ class KeyOptions:
                 f"A key of {bits} bits can be found out: give {spelled('key_bits', KEY_BITS)} or more, or a "
                 f"{spelled('seed')}, which makes the run a simulation."
             )
-        return ThresholdPaillier(bits, self.collusion, setting.clients, setting.cohort, value_range, noise)
+        cipher = ThresholdPaillier(bits, self.collusion, setting.clients, setting.cohort, value_range, noise)
+        return cipher if self.cover == "paillier" else same_sums(cipher, value_range)
 
 
-def same_sums(clients: int, value_range: float, noise: NoisePlan | None, collusion: float) -> Masked:
-    """Masks of the numbers and the noise that a cipher hides, in sums of as many clients: for comparisons."""
-    near = clients - 1
+@dataclass(frozen=True)
+class CiphersQuorum(Quorum):
+    """Of a neighbourhood that is the whole round, whatever its size: as many as are in a cipher's smallest sum."""
+
+    cipher: OpenedByKey = field(kw_only=True)
+
+    def of(self, holders: int) -> int:
+        """All of that sum but the one whose neighbours they are."""
+        return threshold(holders, wanted=self.cipher.fewest(holders + 1) - 1)
+
+
+@dataclass(frozen=True)
+class SameSums(Masked):
+    """Masks of the numbers and the noise that a `cipher` hides, in its sums and no others."""
+
+    cipher: OpenedByKey = field(kw_only=True)
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Rounds that the cipher would not do are not done, either."""
+        self.cipher.fits(clients, asked=asked)
+        super().fits(clients, asked=asked)
+
+
+def same_sums(cipher: OpenedByKey, value_range: float) -> SameSums:
+    """What a comparison trains in a cipher's place: the same model to the last bit, in seconds."""
+    clients = max(cipher.cohort, 3)
+    near, absent = clients - 1, cipher.absences(clients)
     if default_degree(clients) < near:
         raise ConfigError(
             f"Among {clients} clients a round masks are shared with some of them only, and their sums may lack "
             f"others than a key's: leave out {spelled('cover', 'masks')}, or have fewer clients a round."
         )
-    absent = clients - smallest_sum(clients, dishonest(clients, collusion))
-    quorum = (near - absent - 1) / near
-    plan = None if noise is None else replace(noise, decrypted=False, quorum=quorum)
-    return Masked(value_range, quorum=Quorum(quorum), noise=plan, collusion=max(collusion, COLLUSION))
+    # Of a whole round, for the ledger; never below one half, as the smallest sum is of more than that.
+    quorum = CiphersQuorum(max((near - absent - 1) / near, 0.5), cipher=cipher)
+    collusion = max(cipher.collusion, COLLUSION)
+    return SameSums(value_range, quorum=quorum, noise=cipher.plan, collusion=collusion, cipher=cipher)
 
 
 @dataclass(frozen=True)

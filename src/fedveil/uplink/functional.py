@@ -14,8 +14,9 @@ What the authority remembers, in the state that every seat has (`ClientState`): 
 never shown is an upload.
 
 What it refuses: keys for a round again or an earlier one, for strangers, or for so few that a sum would show somebody;
-a directory that contradicts an earlier one, or the roster; and (code `withheld`) a key for weights of which too few are
-not zero or two differ, or a second key for a round.
+a directory that contradicts an earlier one, or the roster; and (code `withheld`) keys for a round that is not of the
+directory's epoch, a key for weights of which too few are not zero or two differ, for more numbers than an upload may
+have, or a second key for a round.
 
 What a client refuses: a round without keys, or with another round's, of another cohort, or sealed by anybody else than
 the authority that it has met first in the run, which a roster pins; for all of this is in what they are sealed for.
@@ -74,7 +75,8 @@ if TYPE_CHECKING:
 
 IDENTITY_BYTES, PUBLIC_BYTES, SIGNATURE_BYTES = 32, 32, 64
 SEALED_BYTES = 12 + KEY_BYTES + 16  # a nonce and a tag
-MOST_NUMBERS = 1 << 26
+MOST_NUMBERS = 1 << 20
+"""Of an upload: 0.08 ms each for a client, 32 bytes of the key, which an authority makes for whoever asks."""
 _TAIL = 14.0
 """Noise is cut off at so many deviations, by who adds it; a chance of 10⁻⁴³ a number."""
 _USUAL = 4.0
@@ -223,6 +225,12 @@ class FunctionalEncryption(OpenedByKey):
 
     def _grid(self, context: RoundContext, terms: Terms) -> tuple[FixedPoint, int, int]:
         """The grid of a round, how many steps one client's number has at most, and a sum's usually: public facts."""
+        if terms.layout.length - 1 > MOST_NUMBERS:
+            raise ConfigError(
+                f"The network has {terms.layout.length - 1:,} numbers to encrypt, and a key authority gives keys for "
+                f"{MOST_NUMBERS:,} at most: use a smaller network, or train the same model with "
+                f"{spelled('cover', 'masks')}."
+            )
         codec, layout = gridded(self.noise, context, terms), planned(self.noise, context, terms.work)
         largest = max(context.samples()) * bounded(terms.work).largest
         reach = largest + _TAIL * math.sqrt(float(layout.residual.max(initial=0.0)))
@@ -471,8 +479,17 @@ class KeyAuthority(Guarded):
         if not set(directory.present.tolist()).issuperset(cohort):
             raise ProtocolError("the key authority was asked for keys of clients that are not of the epoch")
         self._uplink.fits(len(cohort), asked=directory.epoch.size)
-        which, epoch = (request.round, request.attempt), directory.epoch.number
-        state = state.answering(*which, run=ring.run, epoch=epoch)
+        which, epoch = (request.round, request.attempt), directory.epoch
+        if request.round not in epoch:
+            raise _withheld(f"round {request.round + 1} is not of the epoch that begins with round {epoch.first + 1}")
+        try:
+            state = state.answering(*which, run=ring.run, epoch=epoch.number)
+        except ProtocolError as reason:  # in a client's words
+            raise ProtocolError(
+                f"the key authority was asked for keys of round {request.round + 1}, attempt {request.attempt}, which "
+                "it has drawn before or left behind: a run that is resumed begins with new keys",
+                code=reason.code,
+            ) from reason
         secrets, purpose = self._drawn(ring, *which, cohort), self._uplink.sealed_for(ring.run, *which, cohort)
         sealed = b""
         for client in cohort:
@@ -507,7 +524,7 @@ class KeyAuthority(Guarded):
         if len(weights) != len(state.cohort):
             raise _withheld(f"{len(weights)} weights were given for {len(state.cohort)} clients")
         if not 1 <= request.numbers <= MOST_NUMBERS:
-            raise _withheld(f"an upload of {request.numbers:,} numbers cannot be")
+            raise _withheld(f"an upload of {request.numbers:,} numbers cannot be: it has {MOST_NUMBERS:,} at most")
         chosen, needed = [weight for weight in weights if weight], self._uplink.fewest(len(state.cohort))
         if len(chosen) < needed:
             raise _withheld(f"a sum of {len(chosen)} is too small: {needed} of {len(state.cohort)} are needed")
@@ -518,9 +535,11 @@ class KeyAuthority(Guarded):
             raise _withheld("it has given another key for this round")
         secrets = self._drawn(state.ring(), *which, state.cohort)
         key = secrets.key_for(dict(zip(state.cohort, weights, strict=True)), request.numbers)
-        halves, pads = map(from_bytes, key.to_bytes())
-        parts = halves.reshape(-1, HALVES_BYTES), pads.reshape(-1, SCALAR_BYTES)
-        return replace(state, revealed=which, survivor_digest=digest), FunctionKeys(self.seat, *which, *parts)
+        halves, pads = key.to_bytes()
+        # No copy of the pads: the largest key there is has 32 MiB of them.
+        parts = from_bytes(halves), torch.frombuffer(pads, dtype=torch.uint8)
+        shaped = (part.reshape(-1, width) for part, width in zip(parts, (HALVES_BYTES, SCALAR_BYTES), strict=True))
+        return replace(state, revealed=which, survivor_digest=digest), FunctionKeys(self.seat, *which, *shaped)
 
 
 def _withheld(why: str) -> ProtocolError:

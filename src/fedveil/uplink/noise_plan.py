@@ -203,7 +203,8 @@ class NoisePlan:
     others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
 
     `decrypted` says that the sum is opened by a key, which clients hold together or an authority gives, of at least
-    `smallest_sum` of them. `word_bits` is how long the words are that sums are made of.
+    `smallest_sum` of them; or by masks in a key's place, of as many. `word_bits` is how long the words are that sums
+    are made of.
 
     `graph` says by which rules pairs are made, so that a journal's rounds stay what they were: "everybody" are those
     from before there were circles, in which noise was also sized by estimates.
