@@ -226,7 +226,7 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     "a policy that the first round breaks": (
         ("--scheme", "nadp", "--dropouts", "tolerate", "--policy", "{p}/little.toml"),
         ConfigError,
-        ("not even one round", "client 0", "its policy allows 0.01"),
+        ("not even one round", "client 0", "its limit is 0.01"),
     ),
     "a policy where others could give its noise away": (
         ("--scheme", "nadp", "--policy", "{p}/little.toml"),

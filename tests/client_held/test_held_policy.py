@@ -87,7 +87,7 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(name: str) -> 
         assert [done.round for done in run.rounds if client in done.gathered.arrived] == list(range(able))
         said = [done.gathered.refused[client].text for done in run.rounds if client in done.gathered.refused]
         assert len(said) == 6 - able
-        assert all(f"client {client} takes no further part" in why and "policy allows 2.5" in why for why in said)
+        assert all(f"client {client} takes no further part" in why and "limit is 2.5" in why for why in said)
         spent = run.engine.state_of(client).spent
         assert spent == pytest.approx(able * price, rel=1e-9)
         assert epsilon_of(math.sqrt(spent), 1e-5) <= 2.5
@@ -141,7 +141,7 @@ def test_through_the_configuration_a_run_ends_where_the_policy_does(file: File) 
     said: list[str] = []
     outcome = train_job(one, state=fresh_state(one), say=said.append)
     assert 0 < outcome.state.round < 6
-    assert "its policy allows 1.5 (δ = 1e-05)" in outcome.stopped
+    assert "its limit is 1.5 (δ = 1e-05)" in outcome.stopped
     assert said == [f"The run ends after {outcome.state.round} round: {outcome.stopped}."]
 
 

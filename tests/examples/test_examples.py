@@ -66,7 +66,7 @@ def test_three_hospitals_keep_to_their_own_limit(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert done.code == 0, done.error
-    assert "its policy allows 3" in done.output
+    assert "its limit is 3" in done.output
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert 2.0 < max(line["epsilon"] for line in ledger["lines"]) <= 3.0
 

@@ -234,7 +234,7 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
         assert len(refused) == 8 - rounds
         for done in refused:
             assert f"client {client} takes no further part" in done.gathered.refused[client].text
-            assert "its policy allows 2.5" in done.gathered.refused[client].text
+            assert "its limit is 2.5" in done.gathered.refused[client].text
         assert states[client].spent == pytest.approx(rounds * own_charges(noise_layout)[client], rel=1e-9)
         assert epsilon_of(math.sqrt(states[client].spent), 1e-5) <= 2.5
 
@@ -266,7 +266,7 @@ def test_through_the_configuration_a_run_ends_where_the_policy_does(file: File) 
     assert [row["clients"] for row in outcome.rows] == [5]
     assert outcome.state.round == 1
     assert outcome.scores is not None
-    assert "its policy allows 1.5 (δ = 1e-05)" in outcome.stopped
+    assert "its limit is 1.5 (δ = 1e-05)" in outcome.stopped
     assert said == [f"The run ends after 1 round: {outcome.stopped}."]
 
 

@@ -223,6 +223,7 @@ def test_noise_for_a_sampling_rate_is_planned_for_the_rounds_of_whoever_is_drawn
         ({"cohort": 3}, "not both"),
         ({"sampling_rate": 0.0}, "above 0"),
         ({"sampling_rate": 1.5}, "at most 1"),
+        ({"scheme": "secagg", "clients": 4, "sampling_rate": 0.01}, "--sampling-rate 0.01 of 4 clients a round has 1"),
         ({"scheme": "mpdp", "sigma_own": 1.0, "sigma_pair": 1.0}, "sizes differ"),
         ({"scheme": "secagg", "robust_groups": 4, "clients": 16}, "ask everybody, not some"),
     ],

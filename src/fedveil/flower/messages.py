@@ -190,7 +190,7 @@ TEXTS: dict[Code, str] = {
     Code.IMPLAUSIBLE: "it was shown more than honest clients can send",
     Code.SPOILT: "it was told that it has spoilt a round for everybody",
     Code.JUMPED: "a round has made the loss on its samples jump",
-    Code.WITHHELD: "it gives no key for such a sum, or has given one for this round already",
+    Code.WITHHELD: "it gives no keys for such a round or sum, or has given one for this round already",
     Code.ENDED: "it takes no further part: its own limits would be exceeded",
     Code.SETTINGS: "it cannot work with the run's settings",
     Code.REQUIRED: "the run's settings are not those that its owner requires",

@@ -28,8 +28,8 @@ def sampled_clients(rate: float, *, most: int, rounds: int) -> str:
     """What counts where each client is drawn for each round by chance."""
     return (
         f"each client is drawn for each round by itself, with probability {rate:g}; nothing is claimed for that, since "
-        "everybody knows who is drawn. What counts is every round that a client was drawn for: noise is made for "
-        f"{most} of {rounds}, and whoever was drawn so often sits out"
+        "everybody knows who is drawn. What counts is every round that a client was drawn for: noise is made so that "
+        f"any {most} of {rounds} stay within the target, and whoever has spent it sits out"
     )
 
 

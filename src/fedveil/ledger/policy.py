@@ -173,8 +173,8 @@ class Policy:
             reached = epsilon_of(math.sqrt(total), self.delta)
             if reached > self.max_epsilon:
                 raise ProtocolError(
-                    f"client {client} takes no further part: {what} would bring it to ε = {reached:.3g}, its "
-                    f"policy allows {self.max_epsilon:g} (δ = {self.delta:g})",
+                    f"client {client} takes no further part: {what} would bring it to ε = {reached:.3g}, and "
+                    f"its limit is {self.max_epsilon:g} (δ = {self.delta:g})",
                     code=Code.ENDED,
                 )
         return total

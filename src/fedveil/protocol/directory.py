@@ -26,13 +26,13 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import ConfigError, ProtocolError, spelled
 from fedveil.ledger.releases import Party, Released
 from fedveil.protocol.codec import message
 from fedveil.protocol.messages import Reply, Request
@@ -59,6 +59,13 @@ RARELY = 0.01
 """The chance that some round draws more clients than planned for, or fewer; and that some client is drawn too often."""
 FEWEST_HIDDEN = 3
 """Of how many sampled clients a round is at least, where their sum is to hide each of them."""
+
+
+class Fitting(Protocol):
+    """What takes rounds of so many clients, or refuses them (ConfigError)."""
+
+    def fits(self, clients: int) -> None:
+        """Refuse rounds of so few clients."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Cohort:
     def most_participations(self, rounds: int) -> int:
         """The largest number of rounds that any one client takes part in, whatever the beacons of full epochs are.
 
-        Under a sampling rate, the number that noise is made for: whoever was drawn so often sits out.
+        Under a sampling rate, the number that noise is made for: whoever has spent its target sits out.
         """
         if self.everybody:
             return rounds
@@ -140,6 +147,18 @@ class Cohort:
     def expected(self) -> int:
         """How many clients a round asks, on average where that is left to chance."""
         return min(max(round(self.rate * self.clients), self.least), self.size) if self.rate else self.size
+
+    def check_fits(self, uplink: Fitting) -> None:
+        """Refuse rounds in which an uplink could hide nothing, and say so where it is the sampling rate's doing."""
+        try:
+            uplink.fits(self.size)
+        except ConfigError as reason:
+            if not self.rate:
+                raise
+            raise ConfigError(
+                f"{reason} With {spelled('sampling_rate', self.rate)} of {self.clients} clients a round has "
+                f"{self.size} at most."
+            ) from reason
 
     def hiding(self) -> Cohort:
         """The same where sums are to hide their parts."""

@@ -449,7 +449,7 @@ def agreed(
             "lossless, pbpfl, veil-secagg and veil-dp."
         )
     scheme = judged_by_clients(scheme, config, loss, task=task, outputs=outputs)
-    scheme.uplink.fits(cohort.size)
+    cohort.check_fits(scheme.uplink)
     because = _because(config, info, task, head_noise=scheme.downlink.head_noise)
     return Agreed(scheme, loss, because, cohort, optimiser_of(config, scheme, schedule))
 

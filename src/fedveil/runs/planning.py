@@ -315,7 +315,7 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     )
     scheme, cohort = _scheme(question, cohort)
     participations = cohort.most_participations(question.rounds)
-    scheme.uplink.fits(cohort.size)
+    cohort.check_fits(scheme.uplink)
     architecture = _traced(scheme, model)
     answer = Planned(
         _unspent(question, scheme, architecture, cohort, participations, concrete=model is not None),
