@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from client_held.relaying import Hall
-from federation import HeldRun, held_run, job, same_bits
+from driving import drive
+from federation import HeldRun, held_run, job, relay_of, same_bits
 from fedveil.client_held.ciphers import Ciphertext, PaddedSum
+from fedveil.client_held.client import Keeper, UnreadableError
 from fedveil.client_held.messages import Begin, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.client_held.server import DividedSum
 from fedveil.crypto import ckks
@@ -21,9 +23,10 @@ from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Ask, Gathered
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.runs.job import Job
-from fedveil.uplink.unmasking import MaskedUpload
+from fedveil.runs.loop import client_role
+from fedveil.uplink.unmasking import MaskedUpload, Revealed, lock_shares, unlock_shares
 
 pytest.importorskip("tenseal")
 
@@ -420,3 +423,172 @@ def test_a_sum_of_so_few_that_it_shows_one_of_them_to_the_others_is_not_passed_o
         assert bool(run.rounds[1].failed) is (there < needed)
         assert "a sum of so few" in run.rounds[1].failed or "at least t" in run.rounds[1].failed or there == needed
         assert not run.rounds[2].failed
+
+
+# ---- who is asked no more
+
+
+def refusals(run: HeldRun) -> dict[int, Code]:
+    return {client: one.code for done in run.rounds for client, one in done.gathered.refused.items()}
+
+
+class Revealing:
+    """Clients of which `bad` send what `spoil` makes of every revelation."""
+
+    def __init__(self, role: Any, bad: set[int], spoil: Callable[[Any, Revealed], Revealed]) -> None:
+        self._role, self._bad, self._spoil = role, bad, spoil
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
+        for state, reply in self._role.handle_many(states, request, clients, private):
+            mine = isinstance(reply, Revealed) and state.client in self._bad
+            yield state, self._spoil(state, reply) if mine else reply
+
+
+def wrong_keys(state: Any, reply: Revealed) -> Revealed:
+    keys = reply.keys.clone()
+    keys[:, -1] ^= 1
+    return replace(reply, keys=keys)
+
+
+def unreadable_and_wrong_for_3(state: Any, reply: Revealed) -> Revealed:
+    keys = reply.keys.clone()
+    keys[reply.peers.tolist().index(3), -1] ^= 1
+    return replace(reply, keys=keys, locked=reply.locked ^ 1)
+
+
+def without_3(state: Any, reply: Revealed) -> Revealed:
+    """As if client 3 had dealt nothing that opens."""
+    key = state.ring().own(round=reply.round, attempt=reply.attempt, purpose="revelation")
+    shares = unlock_shares(to_bytes(reply.locked), client=reply.client, key=key)
+    left = {item: share for item, share in shares.items() if item[0] != 3}
+    return replace(reply, locked=from_bytes(lock_shares(left, client=reply.client, key=key)))
+
+
+@pytest.mark.parametrize("way", ["pads", "ballots"])
+@pytest.mark.parametrize("spoil", [wrong_keys, unreadable_and_wrong_for_3, without_3])
+def test_one_clients_wrong_revelations_cost_nobody_anything(way: str, spoil: Any) -> None:
+    honest = held_run(of(way, clients=5))
+    run = held_run(of(way, clients=5), through=lambda role: Revealing(role, {1}, spoil))
+    assert [done.failed for done in run.rounds] == [""] * 3
+    assert not refusals(run)
+    assert same_bits(run.model, honest.model)
+
+
+def test_two_who_say_that_a_third_dealt_nothing_spoil_rounds_and_have_nobody_put_out() -> None:
+    run = held_run(of("pads", clients=5), through=lambda role: Revealing(role, {1, 2}, without_3))
+    assert ["client 3's own mask cannot be taken off: 2 of 3" in done.failed for done in run.rounds] == [True] * 3
+    assert not run.relay.left_out
+    assert not run.stops
+
+
+def unopenable(divided: Divided) -> Divided:
+    return replace(divided, hidden=replace(divided.hidden, bundles=divided.hidden.bundles ^ 1))  # type: ignore[type-var]
+
+
+def test_who_deals_shares_that_nobody_can_open_is_put_out_and_the_others_go_on() -> None:
+    run = held_run(of("pads", clients=5), through=lambda role: Spoiling(role, unopenable))
+    assert [bool(done.failed) for done in run.rounds] == [False, True, False]
+    assert refusals(run) == {2: Code.SPOILT}
+    assert run.rounds[2].gathered.arrived == (0, 1, 3, 4)
+
+
+def test_a_run_that_stops_since_too_few_are_left_says_who_was_put_out_and_why() -> None:
+    run = held_run(of("pads", clients=3), through=lambda role: Spoiling(role, unopenable))
+    (why,) = run.stops
+    assert why == "too few clients are left; client 2: has dealt shares of its mask that cannot be opened"
+
+
+def lends_falsely(monkeypatch: pytest.MonkeyPatch, liars: set[int]) -> list[int]:
+    """These lend the model under another story than its own; gives who lends, in turn."""
+    real, lenders = Keeper.lend, list[int]()
+
+    def lend(self: Keeper, state: Any) -> Lent:
+        lenders.append(state.client)
+        if state.client in liars:
+            state = replace(state, held=replace(self.held(state), transcript=bytes(32)))
+        return real(self, state)
+
+    monkeypatch.setattr(Keeper, "lend", lend)
+    return lenders
+
+
+def away(*clients: int) -> Callable[[Any, int], bool]:
+    return lambda request, client: isinstance(request, Begin) and request.round == 1 and client in clients
+
+
+@pytest.mark.parametrize("way", ["pads", "ballots"])
+@pytest.mark.parametrize(
+    ("liars", "clients", "missed", "failing"),
+    [({0}, 5, (3,), 1), ({0, 1}, 5, (3,), 2), ({0}, 8, (3, 4), 1)],
+    ids=["one liar", "two liars", "two borrowers"],
+)
+def test_a_lender_who_lies_has_its_borrower_borrow_from_another(
+    monkeypatch: pytest.MonkeyPatch, way: str, liars: set[int], clients: int, missed: tuple[int, ...], failing: int
+) -> None:
+    """The masks of a borrower that was told other sums open nowhere: that is the lender's doing, and nobody else's."""
+    lenders = lends_falsely(monkeypatch, liars)
+    run = held_run(of(way, clients=clients, rounds=4 + failing), absent=away(*missed))
+    assert [bool(done.failed) for done in run.rounds] == [False, False, *[True] * failing, False, False]
+    assert len(set(lenders)) == failing + 1
+    assert not run.relay.left_out
+    assert run.rounds[-1].gathered.arrived == tuple(range(clients))
+    for client in range(clients):
+        held = run.engine.state_of(client).held
+        assert held is not None
+        assert same_bits(held.weights.parameters, run.model)
+
+
+@pytest.mark.parametrize("liars", [{0}, {2}, {0, 2}], ids=str)
+def test_lenders_who_lie_to_most_of_a_round_have_none_of_the_others_put_out(
+    monkeypatch: pytest.MonkeyPatch, liars: set[int]
+) -> None:
+    """Of rounds that are drawn, most borrow, and those who do not are the ones who cannot open what is dealt."""
+    one = of("pads", clients=10, cohort=5, rounds=8)
+    lenders = lends_falsely(monkeypatch, liars)
+    run = held_run(one)
+    assert liars <= set(lenders)
+    assert any(done.failed for done in run.rounds)
+    assert not run.relay.left_out
+    assert not run.rounds[-1].failed
+
+
+def test_a_borrower_to_whom_three_lenders_models_were_of_no_use_is_put_out() -> None:
+    class Always(Spoiling):
+        def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
+            for state, reply in self._role.handle_many(states, request, clients, private):
+                mine = isinstance(reply, Divided) and reply.round > 1 and state.client == 2
+                yield state, unopenable(reply) if mine else reply
+
+    run = held_run(of("pads", clients=5, rounds=7), absent=away(2), through=lambda role: Always(role, unopenable))
+    assert [bool(done.failed) for done in run.rounds] == [False, False, True, True, True, False, False]
+    assert list(run.relay.left_out) == [2]
+
+
+class Bluffing:
+    """Client 0 spoils the first sum under its pads, says that it can read it, and lends a model that it is not."""
+
+    def __init__(self, role: Any) -> None:
+        self._role = role
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
+        for state, reply in self._role.handle_many(states, request, clients, private):
+            said = reply
+            if state.client == 0 and isinstance(reply, Divided) and reply.round == 0:
+                assert isinstance(reply.hidden, MaskedUpload)
+                said = replace(reply, hidden=replace(reply.hidden, payload=reply.hidden.payload + (1 << 62)))
+            if state.client == 0 and isinstance(request, Lend) and isinstance(reply, UnreadableError):
+                keeper = self._role._keeper
+                said = keeper.lend(replace(state, held=replace(keeper.held(state), version=request.version)))
+            yield state, said
+
+
+def test_who_was_lent_a_model_that_spoilt_sums_are_said_to_lead_to_goes_on_with_the_others() -> None:
+    def absent(request: Any, client: int) -> bool:
+        return isinstance(request, Begin) and request.round == 0 and client == 3
+
+    one, rounds = of("pads", clients=5, rounds=4), list[RoundDone]()
+    relay = relay_of(one)
+    drive(LocalEngine(Bluffing(client_role(one)), one.pool, absent=absent), relay.run(), on_round=rounds.append)  # type: ignore[arg-type]
+    assert [bool(done.failed) for done in rounds] == [False, True, False, False]
+    assert list(relay.left_out) == [0]
+    assert [done.gathered.arrived for done in rounds[2:]] == [(1, 2, 3, 4)] * 2

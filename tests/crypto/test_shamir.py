@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from sympy import isprime
 
 from fedveil.crypto import shamir
-from fedveil.crypto.shamir import PRIME, SHARE_BYTES, join, split
+from fedveil.crypto.shamir import PRIME, SHARE_BYTES, corrected, join, split
 from fedveil.errors import ProtocolError
 from fedveil.secrets import OsSecrets, SeededSecrets
 
@@ -50,10 +50,60 @@ def test_one_share_too_few_is_refused_and_says_nothing() -> None:
 
 
 def test_a_wrong_share_is_noticed_when_there_is_one_to_spare() -> None:
-    shares = split(SECRET, holders=range(5), threshold=3, stream=SeededSecrets(2).stream("a"))
-    shares[4] = bytes(SHARE_BYTES)
+    shares = split(SECRET, holders=range(4), threshold=3, stream=SeededSecrets(2).stream("a"))
+    shares[3] = bytes(SHARE_BYTES)
     with pytest.raises(ProtocolError, match="one polynomial"):
         join(shares, threshold=3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(some.data())
+def test_as_many_wrong_shares_as_half_of_those_to_spare_are_corrected_and_named(data: some.DataObject) -> None:
+    holders = data.draw(some.lists(some.integers(0, 10_000), min_size=3, max_size=14, unique=True))
+    threshold = data.draw(some.integers(1, len(holders)))
+    shares = split(SECRET, holders=holders, threshold=threshold, stream=OsSecrets().stream())
+    most = (len(holders) - threshold) // 2
+    wrong = frozenset(data.draw(some.permutations(holders))[: data.draw(some.integers(0, most))])
+    for holder in wrong:
+        off = data.draw(some.sampled_from([1, PRIME - 1, random.Random(holder).randrange(1, PRIME)]))
+        shares[holder] = ((int.from_bytes(shares[holder], "big") + off) % PRIME).to_bytes(SHARE_BYTES, "big")
+    doubted = data.draw(some.sets(some.sampled_from(holders)))
+    assert corrected(shares, threshold=threshold, doubted=doubted) == (SECRET, wrong)
+    assert join(shares, threshold=threshold) == SECRET
+
+
+@pytest.mark.parametrize(("holders", "threshold", "most"), [(4, 3, 1), (5, 4, 1), (9, 7, 2), (12, 9, 3)])
+def test_what_tells_the_secret_from_others_corrects_every_share_to_spare_and_accuses_nobody(
+    holders: int, threshold: int, most: int
+) -> None:
+    """Wrong shares that two holders have agreed on can give the secret, and make a right share look wrong."""
+    shares = split(SECRET, holders=range(holders), threshold=threshold, stream=SeededSecrets(4).stream("a"))
+    for holder in range(most):
+        shares[holder] = shares[holder][:-1] + bytes([shares[holder][-1] ^ 1])
+    with pytest.raises(ProtocolError, match="one polynomial"):
+        corrected(shares, threshold=threshold)
+    with pytest.raises(ProtocolError, match="one polynomial"):
+        corrected(shares, threshold=threshold, fits=lambda secret: False)
+    assert corrected(shares, threshold=threshold, fits=SECRET.__eq__) == (SECRET, frozenset())
+    shares[most] = bytes(SHARE_BYTES)
+    with pytest.raises(ProtocolError, match="one polynomial"):
+        corrected(shares, threshold=threshold, fits=SECRET.__eq__)
+
+
+def test_so_many_sets_of_shares_that_they_would_take_long_are_not_tried() -> None:
+    shares = split(SECRET, holders=range(30), threshold=21, stream=SeededSecrets(5).stream("a"))
+    for holder in range(6):
+        shares[holder] = bytes(SHARE_BYTES)
+    tried: list[bytes] = []
+    with pytest.raises(ProtocolError, match="one polynomial"):
+        corrected(shares, threshold=21, fits=lambda secret: bool(tried.append(secret)))
+    assert not tried
+
+
+def test_a_malformed_share_among_enough_others_is_named_and_costs_nothing() -> None:
+    shares = split(SECRET, holders=range(4), threshold=3, stream=SeededSecrets(6).stream("a"))
+    shares[1] = b"\xff" * SHARE_BYTES
+    assert corrected(shares, threshold=3) == (SECRET, frozenset({1}))
 
 
 @pytest.mark.parametrize("share", [b"", bytes(32), b"\xff" * SHARE_BYTES])

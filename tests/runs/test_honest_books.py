@@ -58,7 +58,7 @@ def test_a_round_that_every_clients_policy_declined_is_not_charged(tmp_path: Pat
     policy = tmp_path / "policy.toml"
     policy.write_text("max_epsilon = 2.0\n")
     summary = session.run(small(scheme="ldp", dropouts=None, policy=str(policy)), tmp_path / "run", quiet=True)
-    assert "policy allows 2" in summary["stopped"]
+    assert "limit is 2" in summary["stopped"]
     ledger = read_ledger(tmp_path / "run")
     assert ledger.rounds == summary["rounds"] < 4
     assert ledger.line("server").epsilon is not None

@@ -471,8 +471,23 @@ def lying(federation: Federation, reply: Revealed, *, about: int) -> Revealed:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_wrong_share_is_found_out_and_the_client_it_is_about_named(missing: bool) -> None:
+def test_a_wrong_share_costs_nothing_where_there_are_two_more_than_needed(missing: bool) -> None:
     federation = Federation(10)
+    context, vectors = federation.context(), federation.vectors()
+    present = [one for one in federation.members if not (missing and one == 4)]
+    total, ask = federation.collected(federation.uploads(vectors, context, only=present), context)
+    assert ask is not None
+    for client in ask.to:
+        reply = federation.answer(client, ask.common, ask.each[client])
+        total.add(lying(federation, reply, about=4) if client == 2 else reply)
+    assert torch.equal(total.total(), expected(federation, before={4} if missing else set()))
+    assert not total.spoilers()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_wrong_share_is_found_out_and_the_client_it_is_about_named(missing: bool) -> None:
+    """7 clients, n = 6, t = 5: whose of six shares is wrong cannot be told."""
+    federation = Federation(7)
     context, vectors = federation.context(), federation.vectors()
     present = [one for one in federation.members if not (missing and one == 4)]
     total, ask = federation.collected(federation.uploads(vectors, context, only=present), context)
@@ -483,6 +498,7 @@ def test_a_wrong_share_is_found_out_and_the_client_it_is_about_named(missing: bo
     with pytest.raises(ProtocolError, match=r"shares about client 4.*wrong one"):
         total.total()
     assert not total.opened
+    assert not total.spoilers()
 
 
 def test_a_wrong_share_among_no_more_than_needed_is_found_out_by_the_sum_itself() -> None:
@@ -511,6 +527,92 @@ def test_a_wrong_share_of_a_key_costs_one_revelation_and_not_the_round() -> None
             reply = replace(reply, keys=keys)
         total.add(reply)
     assert torch.equal(total.total(), expected(federation, before=set()))
+
+
+@pytest.mark.parametrize("of", [{0, 2, 3, 4}, {3}], ids=["of everybody's key", "of one key"])
+@pytest.mark.parametrize("own", [False, True], ids=["", "and an unreadable revelation"])
+@pytest.mark.parametrize("clients", [5, 12])
+def test_wrong_shares_of_keys_cost_nothing_and_nobody_is_blamed_for_another(
+    of: set[int], own: bool, clients: int
+) -> None:
+    """Of five clients four hold shares of a key and three are needed: which are right the lock tells."""
+    federation = Federation(clients)
+    context, vectors = federation.context(), federation.vectors()
+    total, ask = federation.collected(federation.uploads(vectors, context), context)
+    assert ask is not None
+    for client in ask.to:
+        reply = federation.answer(client, ask.common, ask.each[client])
+        if client == 1:
+            wrong = [place for place, peer in enumerate(reply.peers.tolist()) if peer in of]
+            keys = reply.keys.clone()
+            keys[wrong, -1] ^= 1
+            reply = replace(reply, keys=keys, locked=reply.locked ^ own)
+        total.add(reply)
+    assert torch.equal(total.total(), expected(federation, before=set()))
+    assert not total.spoilers()
+
+
+def told_otherwise(federation: Federation, reply: Revealed, data: st.DataObject) -> Revealed:
+    """Anything that a client who means harm can make of its revelation, and the server takes."""
+    fates = st.sampled_from(["kept", "kept", "changed", "left out"])
+    ring = federation.states[reply.client].ring()
+    key = ring.own(round=reply.round, attempt=reply.attempt, purpose="revelation")
+    shares = {}
+    for item, share in unlock_shares(to_bytes(reply.locked), client=reply.client, key=key).items():
+        fate = data.draw(fates)
+        if fate != "left out":
+            shares[item] = share if fate == "kept" else share[:-1] + bytes([share[-1] ^ 1])
+    drawn = [data.draw(fates) for _ in reply.peers]
+    keys = reply.keys.clone()
+    keys[[place for place, fate in enumerate(drawn) if fate == "changed"], -1] ^= 1
+    kept = [place for place, fate in enumerate(drawn) if fate != "left out"]
+    locked = from_bytes(lock_shares(shares, client=reply.client, key=key)) ^ data.draw(st.sampled_from([0, 0, 1]))
+    return replace(reply, peers=reply.peers[kept], keys=keys[kept], locked=locked)
+
+
+@given(data=st.data(), clients=st.sampled_from([5, 8]))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_two_clients_who_do_and_say_what_they_like_have_nobody_else_blamed(data: st.DataObject, clients: int) -> None:
+    federation = Federation(clients, length=4)
+    context, vectors = federation.context(), federation.vectors()
+    bad = data.draw(st.sets(st.sampled_from(federation.members), min_size=1, max_size=2))
+    uploads = federation.uploads(vectors, context)
+    for client in bad:
+        spoilt = data.draw(st.sets(st.sampled_from(federation.members)))
+        uploads[client] = with_bundles(
+            uploads[client], lambda holder, one, spoilt=spoilt: SPOILT["flipped"](one) if holder in spoilt else one
+        )
+    total, ask = federation.collected(uploads, context)
+    assert ask is not None
+    silent = data.draw(st.sets(st.sampled_from(federation.members), max_size=1))
+    for client in ask.to:
+        reply = federation.answer(client, ask.common, ask.each[client])
+        if client not in silent:
+            total.add(told_otherwise(federation, reply, data) if client in bad else reply)
+    try:
+        got = total.total()
+    except ProtocolError:
+        assert set(total.spoilers()) <= bad
+        return
+    assert torch.equal(got, expected(federation, before=set()))
+    assert not total.spoilers()
+
+
+@pytest.mark.parametrize("liars", [0, 1])
+def test_who_deals_shares_that_a_quorum_cannot_open_is_to_blame_and_one_liar_does_not_help_it(liars: int) -> None:
+    federation = Federation(5)
+    context, vectors = federation.context(), federation.vectors()
+    uploads = federation.uploads(vectors, context)
+    uploads[1] = with_bundles(uploads[1], lambda holder, one: SPOILT["flipped"](one))
+    total, ask = federation.collected(uploads, context)
+    assert ask is not None
+    for client in ask.to:
+        reply = federation.answer(client, ask.common, ask.each[client])
+        total.add(replace(reply, keys=reply.keys ^ 1) if client < liars else reply)
+    with pytest.raises(ProtocolError, match="client 1's own mask cannot be taken off: 0 of 3"):
+        total.total()
+    assert total.spoilers() == (1,)
+    assert not total.spoilers(but={0, 2})
 
 
 def test_a_revelation_under_a_wrong_key_is_named_when_the_round_fails_for_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
 
@@ -268,10 +268,9 @@ class PaddedSum:
         """Have the survivors reveal."""
         return self._masks.open(self.masked, gathered, self._context)
 
-    @property
-    def spoilers(self) -> tuple[int, ...]:
-        """Who has dealt shares of its mask that cannot be opened."""
-        return self.masked.spoilers
+    def spoilers(self, *, but: Collection[int] = ()) -> tuple[int, ...]:
+        """Who has dealt shares of its mask that cannot be opened, by the word of others than `but`."""
+        return self.masked.spoilers(but=but)
 
     def total(self) -> Tensor:
         """The sum, masks off, pads on."""

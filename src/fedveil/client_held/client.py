@@ -14,10 +14,11 @@ What it remembers besides (`ClientState`): `group`, which all clients share and 
 its version and the transcript of the sums that made it; `pending`, its contribution to the round in work, until it has
 been uploaded, and then the winners, without which the next sums mean nothing; `misread`, how many sums it has refused.
 
-What it refuses: to go back to an earlier version of the model; a stage again (a round has two, vote and upload, each
-answered once); a vote's outcome that names voters who were not asked, or too few; sums that do not open to numbers that
-clients could have sent (`Code.UNREADABLE`). Whether a sum can be read depends on what is hidden, so it says that three
-times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part answer by answer.
+What it refuses: to go back to an earlier version of the model, unless it was lent what it has; a stage again (a round
+has two, vote and upload, each answered once); a vote's outcome that names voters who were not asked, or too few; sums
+that do not open to numbers that clients could have sent (`Code.UNREADABLE`). Whether a sum can be read depends on what
+is hidden, so it says that three times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part
+answer by answer.
 """
 
 from __future__ import annotations
@@ -355,11 +356,13 @@ class Keeper:
         if version < 0:
             raise ProtocolError(f"client {state.client} was asked for version {version} of the model, which cannot be")
         held = self.held(state)
-        if version < held.version and state.ran == state.ring().run:
+        # What was lent may have been false, or of sums that were taken back: another's word takes its place.
+        lent_again = held.borrowed and isinstance(private, Borrowed)
+        if version < held.version and state.ran == state.ring().run and not lent_again:
             raise ProtocolError(
                 f"client {state.client} holds version {held.version} of the model and was asked to go back to {version}"
             )
-        if held.version == version:
+        if held.version == version and not lent_again:
             return replace(state, held=held)
         if isinstance(private, Borrowed):
             return replace(state, held=self._borrowed(state, private, version), pending=None)
@@ -387,7 +390,8 @@ class Keeper:
         if facts.get("version") != version or _shapes(tensors) != _shapes(self._start.tensors()):
             raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
         device = self._terms.architecture.trainable.device
-        return Held.restored(facts, {name: tensor.to(device) for name, tensor in tensors.items()})
+        held = Held.restored(facts, {name: tensor.to(device) for name, tensor in tensors.items()})
+        return replace(held, borrowed=True)
 
     def moved(self, state: ClientState, latest: Aggregate) -> Held:
         """The model one aggregate further; simulated clients that hold the same one share the result."""

@@ -16,7 +16,8 @@ The run is `roles/server.py`'s (epochs, cohorts, the privacy target); what is as
 
 What the server keeps: how far the run has come (`RelayState`); the latest Aggregate and the version of the model that
 it leads to; which version each client holds, as far as it has said; whose uploads are in the latest sums, and who of
-them has said that it cannot read these; and who lent a model that nobody could use, so that it is asked last.
+them has said that it cannot read these; who lent a model that nobody could use, so that it is asked last; and who has a
+lent model that no sum has yet shown to be the others'.
 
 What is taken back: sums that most of those whose uploads are in them refuse with `Code.UNREADABLE`, in whichever rounds
 and whether asked to train or to lend, are given up, and the run goes on from the version before. A client that refuses
@@ -24,10 +25,12 @@ for any other reason has no quarrel with the sums, and a few cannot undo them wh
 round's cohort, who may have moved already.
 
 Who is asked no more (`Code.SPOILT`): whoever says that it has moved by sums which most could not read, since clients
-with the same keys read the same; and whoever has dealt shares of its own mask that nobody could open. Of a sum that
-cannot be read nothing tells who has spoilt it, and nobody is left out to find out: on the same model the sums with and
-without somebody show that one to the spoiler, who alone can read both. So a client that spoils what is under pads, and
-else does as it should, costs two rounds each time, and the third time the others leave (`client_held/client.py`).
+with the same keys read the same; and whoever has dealt shares of its own mask that a quorum of its neighbours could not
+open, which no fewer can pretend. Whoever works on a lent model may have been lied to, and is to blame once three
+lenders' models were of no use to it; until then it borrows from another. Of a sum that cannot be read nothing tells who
+has spoilt it, and nobody is left out to find out: on the same model the sums with and without somebody show that one to
+the spoiler, who alone can read both. So a client that spoils what is under pads, and else does as it should, costs two
+rounds each time, and the third time the others leave (`client_held/client.py`).
 """
 
 from __future__ import annotations
@@ -92,6 +95,9 @@ class RelayRole(Conductor):
         self._doubted: set[int] = set()
         self._barred: dict[int, str] = {}
         self._lender = -1
+        self._borrowed: dict[int, int] = {}
+        self._worked_on_loans: dict[int, int] = {}
+        self._quarrels: dict[int, set[int]] = {}
         # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
         values = architecture.skeleton.state_dict().values()
         self._largest_loan = 32 * sum(tensor.numel() for tensor in values) + (1 << 20)
@@ -116,7 +122,8 @@ class RelayRole(Conductor):
         return tuple(client for client in clients if client in self._group.members)
 
     def _refusal(self) -> str:
-        return too_few("have joined the group", self._group.refused) or super()._refusal()
+        left = too_few("are left", self._barred)
+        return left or too_few("have joined the group", self._group.refused) or super()._refusal()
 
     def _up_to_date(self, client: int) -> bool:
         """Whether a client has the present model, or will have it with the latest aggregate."""
@@ -137,7 +144,10 @@ class RelayRole(Conductor):
             if loan.sealed is not None:
                 self._holding[lender] = self._version
                 self._lender = lender
-                return dict.fromkeys([client for client in behind if client != lender], Borrowed(loan.sealed))
+                quarrels = self._quarrels
+                to = [client for client in behind if client != lender and lender not in quarrels.get(client, ())]
+                self._borrowed.update(dict.fromkeys(to, lender))
+                return dict.fromkeys(to, Borrowed(loan.sealed))
         return {}
 
     def _lenders(self) -> list[int]:
@@ -167,17 +177,20 @@ class RelayRole(Conductor):
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
             self._unreadable = set()
+            self._worked_on_loans, self._borrowed = self._borrowed, {}
         yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
 
     def _given_up(self) -> dict[int, Refusal]:
         """Take the latest sums back where most of those they are made of could not read them; gives who says otherwise.
 
-        Whoever was lent a model that such sums are said to lead to has been deceived, and is of no more use either: it
-        does not go back to an earlier version.
+        Whoever was lent a model that such sums are said to lead to, or worked on a lent one for them, may have been
+        deceived: another lends it a model.
         """
         if self._latest is None or 2 * len(self._unreadable & self._informed) <= len(self._informed):
             return {}
-        moved = [client for client, version in self._holding.items() if version == self._version]
+        holding = [client for client, version in self._holding.items() if version == self._version]
+        moved = [client for client in holding if client not in self._borrowed]
+        self._take_back_loans(self._worked_on_loans | self._borrowed)
         self._latest, self._version, self._informed = None, self._version - 1, set()
         self._unreadable = set()
         return self._bar(moved, "says that it has moved by a sum that most clients could not read")
@@ -269,11 +282,26 @@ class RelayRole(Conductor):
 
     @contextmanager
     def _blaming(self, total: DividedSum | PaddedSum, heard: _Heard) -> Iterator[None]:
-        """Whoever keeps a sum from being opened is asked no more."""
+        """Whoever keeps a sum from being opened is asked no more; but a lender may have lied to who works on its model.
+
+        Who was lent it under other sums than the others know has other masks, and neither opens what the other deals.
+        """
         try:
             yield
-        finally:
-            heard.name(self._bar(total.spoilers, "has dealt shares of its mask that cannot be opened"))
+        except ProtocolError:
+            spoilers = total.spoilers(but=self._borrowed)
+            for client in self._borrowed.keys() & spoilers:
+                self._quarrels.setdefault(client, set()).add(self._borrowed[client])
+            quarrels = {client: len(self._quarrels.get(client, ())) for client in self._borrowed}
+            guilty = [client for client in spoilers if quarrels.get(client, _LENDERS_TRIED) >= _LENDERS_TRIED]
+            self._take_back_loans(self._borrowed)
+            heard.name(self._bar(guilty, "has dealt shares of its mask that cannot be opened"))
+            raise
+
+    def _take_back_loans(self, borrowed: Mapping[int, int]) -> None:
+        """Have these borrowers lent the model by another: what they were lent may be false."""
+        self._holding.update(dict.fromkeys(borrowed, _BEHIND))
+        self._doubted.update(borrowed.values())
 
     def _heard(self, heard: _Heard, gathered: Gathered | None, *, began: bool) -> None:
         assert gathered is not None
@@ -373,10 +401,9 @@ class DividedSum(Inbox[Divided]):
         """The next phase before clients can read the hidden sum."""
         return None if self._hidden is None else self._hidden.open(gathered)
 
-    @property
-    def spoilers(self) -> tuple[int, ...]:
-        """Who has dealt shares of its mask that cannot be opened."""
-        return self._hidden.spoilers if isinstance(self._hidden, PaddedSum) else ()
+    def spoilers(self, *, but: Collection[int] = ()) -> tuple[int, ...]:
+        """Who has dealt shares of its mask that cannot be opened, by the word of others than `but`."""
+        return self._hidden.spoilers(but=but) if isinstance(self._hidden, PaddedSum) else ()
 
     def aggregate(self, version: int, contributors: tuple[int, ...]) -> Aggregate:
         """Both sums, ready to be passed on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations, zip_longest
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,24 +100,110 @@ def _joined(limbs: Sequence[int]) -> int:
     return sum(limb << _LIMB * at for at, limb in enumerate(limbs)) % PRIME
 
 
+_MOST_SUBSETS = 256
+"""So many sets of shares are tried where more of them are wrong than the others correct."""
+
+
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
-    """The secret from at least `threshold` shares; too few or inconsistent ones are refused."""
+    """The secret from at least `threshold` shares; too few, or too many wrong ones, are refused."""
+    return corrected(shares, threshold=threshold)[0]
+
+
+def corrected(
+    shares: Mapping[int, bytes],
+    *,
+    threshold: int,
+    fits: Callable[[bytes], bool] = lambda secret: False,
+    doubted: Collection[int] = (),
+) -> tuple[bytes, frozenset[int]]:
+    """The secret, and whose shares are not of it.
+
+    Of m shares (m − t) / 2 may be wrong, whoever has chosen them. Where something else tells the secret from others
+    (`fits`), m − t of a few may. Whose shares of other secrets were wrong is `doubted`: it takes less time then.
+    """
     if len(shares) < threshold:
         raise ProtocolError(f"{len(shares)} shares are too few: {threshold} are needed")
     points = {}
-    for holder, share in shares.items():
-        value = int.from_bytes(share, "big")
-        if len(share) != SHARE_BYTES or value >= PRIME:
-            raise ProtocolError(f"the share held by {holder} is malformed")
-        points[holder + 1] = value
-    chosen = sorted(points)[:threshold]
-    for extra in sorted(points)[threshold:]:
-        if _at(extra, {x: points[x] for x in chosen}) != points[extra]:
-            raise ProtocolError("the shares do not lie on one polynomial: at least one holder sent a wrong one")
-    secret = _at(0, {x: points[x] for x in chosen})
-    if secret >> (8 * SEED_BYTES):
+    for holder in sorted(shares, key=lambda holder: (holder in doubted, holder)):
+        value = int.from_bytes(shares[holder], "big")
+        if len(shares[holder]) == SHARE_BYTES and value < PRIME:
+            points[holder + 1] = value
+    malformed = frozenset(holder for holder in shares if holder + 1 not in points)
+    if len(points) < threshold:
+        raise ProtocolError(f"the share held by {min(malformed)} is malformed")
+    chosen = {point: points[point] for point in list(points)[:threshold]}
+    wrong = {point for point in list(points)[threshold:] if _at(point, chosen) != points[point]}
+    if 2 * len(wrong) <= len(points) - threshold:
+        return _secret(_at(0, chosen)), malformed.union(point - 1 for point in wrong)
+    polynomial = _polynomial(points, threshold)
+    if polynomial is not None:
+        wrong = {point for point, value in points.items() if _value(polynomial, point) != value}
+        return _secret(_value(polynomial, 0)), malformed.union(point - 1 for point in wrong)
+    if comb(len(points), threshold) <= _MOST_SUBSETS:
+        for some in combinations(points, threshold):
+            secret = _at(0, {point: points[point] for point in some})
+            if not secret >> (8 * SEED_BYTES) and fits(_secret(secret)):
+                return _secret(secret), malformed  # two that agreed on wrong ones could make others' look so
+    raise ProtocolError("the shares do not lie on one polynomial: at least one holder sent a wrong one")
+
+
+def _secret(value: int) -> bytes:
+    if value >> (8 * SEED_BYTES):
         raise ProtocolError("the shares do not give a secret of the right size: at least one is wrong")
-    return secret.to_bytes(SEED_BYTES, "big")
+    return value.to_bytes(SEED_BYTES, "big")
+
+
+def _polynomial(points: Mapping[int, int], threshold: int) -> list[int] | None:
+    """The one polynomial on which at least (m + t) / 2 of m points lie, by rising powers; None if there is none.
+
+    Gao's decoder: Euclid's algorithm on Π (x − x_i) and the polynomial through all points, stopped half way.
+    """
+    everywhere = [1]
+    for point in points:
+        everywhere = _sum([0, *everywhere], everywhere, factor=-point)
+    through: list[int] = []
+    for (point, value), inverse in zip(points.items(), _inverses(tuple(points)), strict=True):
+        others, _ = _divided(everywhere, [-point % PRIME, 1])
+        through = _sum(through, others, factor=value * inverse)
+    before, now = everywhere, through
+    locator_before: list[int] = []
+    locator = [1]
+    while 2 * (len(now) - 1) >= len(points) + threshold:
+        quotient, left = _divided(before, now)
+        before, now = now, left
+        after = locator_before
+        for power, number in enumerate(quotient):
+            after = _sum(after, [0] * power + locator, factor=-number)
+        locator_before, locator = locator, after
+    found, left = _divided(now, locator)
+    return None if left or len(found) > threshold else found
+
+
+def _value(polynomial: Sequence[int], place: int) -> int:
+    value = 0
+    for number in reversed(polynomial):
+        value = (value * place + number) % PRIME
+    return value
+
+
+def _sum(polynomial: list[int], other: list[int], *, factor: int) -> list[int]:
+    """polynomial + factor · other, by rising powers, without zeros at the end."""
+    pairs = zip_longest(polynomial, other, fillvalue=0)
+    total = [(one + factor * another) % PRIME for one, another in pairs]
+    while total and not total[-1]:
+        total.pop()
+    return total
+
+
+def _divided(polynomial: list[int], by: list[int]) -> tuple[list[int], list[int]]:
+    """(quotient, remainder)."""
+    left, leading = polynomial, pow(by[-1], -1, PRIME)
+    quotient = [0] * max(len(polynomial) - len(by) + 1, 0)
+    while len(left) >= len(by):
+        place = len(left) - len(by)
+        quotient[place] = left[-1] * leading % PRIME
+        left = _sum(left, [0] * place + by, factor=-quotient[place])
+    return quotient, left
 
 
 def _at(place: int, points: Mapping[int, int]) -> int:

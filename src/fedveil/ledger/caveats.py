@@ -143,8 +143,9 @@ SHARED_KEY = (
 )
 GROUP = "what the group shares stays with it: a client that tells the server lets it read sums, but nobody's own values"
 UNCHANGED = (
-    "the server passes sums and models on as it got them, the same to everybody: what clients do with changed ones, "
-    "and whether they can read them, could tell it about what is hidden"
+    "the server passes sums and models on as it got them, the same to everybody: what clients do with changed ones "
+    "could tell it about what is hidden, and whether one can read a changed sum is a bit of it, which each gives away "
+    "up to four times a run, and in every new run again"
 )
 LENDERS = "clients that lend a model to those who missed rounds lend the true one: a crafted one shows its borrower"
 DIFFERENCES = (

@@ -176,7 +176,7 @@ _BUFFER, _KEPT = "held.buffer.", "kept."
 class Held:
     """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss.
 
-    `transcript` is the digest of all those aggregates, where masks are bound to it.
+    `transcript` is the digest of all those aggregates, where masks are bound to it; `borrowed` models are others' word.
     """
 
     weights: Weights = field(repr=False)
@@ -184,6 +184,7 @@ class Held:
     version: int = 0
     loss: float | None = None
     transcript: bytes = b""
+    borrowed: bool = False
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> Held:
@@ -193,7 +194,8 @@ class Held:
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        return {"version": self.version, "loss": self.loss, "story": self.transcript.hex()}
+        lent = {"borrowed": True} if self.borrowed else {}
+        return {"version": self.version, "loss": self.loss, "story": self.transcript.hex(), **lent}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
@@ -222,7 +224,8 @@ class Held:
         loss = facts.get("loss")
         if type(facts["version"]) is not int or not isinstance(loss, (float, type(None))):
             raise ProtocolError("a stored model's version or loss is malformed")
-        return Held(weights, tensors["held.velocity"], facts["version"], loss, transcript)
+        borrowed = bool(facts.get("borrowed", False))
+        return Held(weights, tensors["held.velocity"], facts["version"], loss, transcript, borrowed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ import hashlib
 import itertools
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -190,6 +191,14 @@ def unlock_shares(locked: bytes, *, client: int, key: bytes) -> dict[Item, bytes
     if len(plain) % _ITEM.size:
         raise ProtocolError(f"what client {client} revealed is malformed")
     return {(dealer, peer): share for dealer, peer, share in _ITEM.iter_unpack(plain)}
+
+
+def _unlocks(locked: bytes, client: int, key: bytes) -> bool:
+    try:
+        unlock_shares(locked, client=client, key=key)
+    except ProtocolError:
+        return False
+    return True
 
 
 def _revelation(client: int) -> str:
@@ -364,10 +373,10 @@ class MaskedSum(Inbox[Any]):
         self.signatures: dict[int, bytes] = {}
         self._locked: Bundles = {}
         self._shares: dict[Item, dict[int, bytes]] = defaultdict(dict)
+        self._read: set[int] = set()
         self._unread: dict[int, str] = {}
+        self._doubted: set[int] = set()
         self.opened = False
-        self.spoilers: tuple[int, ...] = ()
-        """Who has dealt shares that do not open its own mask, where that is certain."""
         self._largest = max(map(graph.degree, graph.members)) + 2  # pairs, and what is the dealer's own
         bundle = self._largest * SHARE_BYTES + SEAL_BYTES
         among = range(len(graph.members) + 1)
@@ -455,7 +464,6 @@ class MaskedSum(Inbox[Any]):
             alive = set(self.survivors)
             opened = self._sum.copy()
             if self._self_mask:
-                self.spoilers = self._unopenable()
                 for client in self.survivors:
                     add_mask(opened, self._secret(client, client), subtract=True)
             for gone in self.graph.members:
@@ -483,34 +491,37 @@ class MaskedSum(Inbox[Any]):
         """Unlock what can be unlocked; one client's unreadable revelation must not cost the others their round."""
         for client, locked in self._locked.items():
             try:
-                key = self._secret(client, LOCK)
+                key = self._secret(client, LOCK, fits=partial(_unlocks, locked, client))
                 opened = unlock_shares(locked, client=client, key=key)
             except ProtocolError as reason:
                 self._unread[client] = str(reason)
                 continue
+            self._read.add(client)
             near = set(self.graph.neighbours(client))
             for (dealer, peer), share in opened.items():
                 if peer in near:
                     self._shares[(dealer, peer)][client] = share
         self._locked = {}
 
-    def _unopenable(self) -> tuple[int, ...]:
-        """Whose own masks cannot be taken off, and by nobody's fault but its own.
+    def spoilers(self, *, but: Collection[int] = ()) -> tuple[int, ...]:
+        """Whose own mask cannot be taken off since a quorum of its neighbours had no share of it to reveal.
 
-        Where every survivor has revealed, an honest client's shares are there but for those of one bad holder.
+        With fewer of them it could be they who lie: a quorum that does could read the client's upload as well. A wrong
+        share is either its holder's fault or its dealer's, and tells nothing. Of `but` nobody's word counts.
         """
-        if len(self.signatures) < len(self.survivors):
+        if self.opened or not self._self_mask:
             return ()
-        short = []
+        heard = self._read.difference(but)
+        found = []
         for client in self.survivors:
             near = self.graph.neighbours(client)
-            known, held = len(self._shares.get((client, client), {})), len(self.alive.intersection(near))
-            if known < min(self._quorum.of(len(near)), held - 1):
-                short.append(client)
-        return tuple(short)
+            lacking = heard.intersection(near).difference(self._shares.get((client, client), {}))
+            if len(lacking) >= self._quorum.of(len(near)):
+                found.append(client)
+        return tuple(found)
 
-    def _secret(self, dealer: int, about: int) -> bytes:
-        from fedveil.crypto.shamir import join
+    def _secret(self, dealer: int, about: int, *, fits: Callable[[bytes], bool] = lambda secret: False) -> bytes:
+        from fedveil.crypto.shamir import corrected
 
         around = dealer if about == LOCK else about
         needed = self._quorum.of(self.graph.degree(around))
@@ -518,9 +529,11 @@ class MaskedSum(Inbox[Any]):
         if len(shares) < needed:
             raise ProtocolError(self._too_few(dealer, about, len(shares), needed))
         try:
-            return join(shares, threshold=needed)
+            secret, wrong = corrected(shares, threshold=needed, fits=fits, doubted=self._doubted)
         except ProtocolError as reason:
             raise ProtocolError(f"shares about client {around}: {reason}") from reason
+        self._doubted |= wrong
+        return secret
 
     def _too_few(self, dealer: int, about: int, known: int, needed: int) -> str:
         if about == LOCK:
