@@ -687,6 +687,40 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
         assert_alike(again.arrays, result.arrays)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "phase"), [("dp-fedavg", "Train"), ("dp-secagg", "Unmask"), ("nadp", "Train"), ("paraaegis", "Divide")]
+)
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_run_that_is_interrupted_in_a_round_has_it_in_its_ledger(
+    last: int, scheme: str, phase: str, tmp_path: Path
+) -> None:
+    """As does whoever reads the journal later."""
+
+    def killed(message: Message, reply: Message) -> list[Message]:
+        if (*kind_of(message), message.metadata.dst_node_id) == (phase, last, 104):
+            raise _KilledError
+        return [reply]
+
+    strategy, out = protected(FedAvg(), scheme=scheme, out=tmp_path / "run"), tmp_path / "run"
+    with pytest.raises(_KilledError):
+        strategy.start(AppGrid(app_of([protect()]), twist=killed), start_arrays(), num_rounds=3)
+    whole = protected(FedAvg(), scheme=scheme, out=tmp_path / "whole")
+    whole.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=3)
+    ledger, ended = read_ledger(out).line("server").epsilon, read_ledger(tmp_path / "whole").line("server").epsilon
+    assert ledger is not None
+    assert ended is not None
+    assert 0 < ledger < ended
+    assert strategy.ledger.line("server").epsilon == ledger
+    assert any("since a run was interrupted: 1; they count" in note for note in read_ledger(out).notes)
+    assert strategy._run is not None
+    now = strategy._run.train.course
+    assert now.journal.accountant is not None
+    read = PrivacyJournal(now.job, RunFolder(out).privacy_journal).accountant
+    assert read is not None
+    for adversary, spent in now.journal.accountant.spent.items():
+        assert spent.tolist() == read.spent[adversary].tolist()
+
+
 @pytest.mark.parametrize("first", [100, 102, 500], ids=["the same nodes", "some of them", "others"])
 def test_whoever_cannot_be_recognised_is_charged_for_the_one_that_spent_most(first: int, tmp_path: Path) -> None:
     settings = {"scheme": "dp-fedavg", "epsilon": 2.0, "out": tmp_path / "run"}
