@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx, Krum, Strategy
 
 import fedveil.flower
@@ -354,6 +354,120 @@ def test_a_server_that_has_all_but_one_evaluate_nothing_reads_no_figure_of_that_
     assert (abs(float(read[-1][0]) - SIZES[1] * said[1]) < 1e-3) == (not bound)
 
 
+def _by_envelope(message: Message, context: Any) -> bool:
+    said = message.metadata
+    return bool(said.group_id != "off" and said.ttl > 1e-3 and said.message_id != "off" and said.created_at > 1)
+
+
+def _by_type(message: Message, context: Any) -> bool:
+    return bool(message.content.config_records.get("more", {}).get("work", True))
+
+
+def _by_order(message: Message, context: Any) -> bool:
+    first = next(record for name, record in message.content.items() if name.startswith("more"))
+    return bool(next(iter(first.values())))
+
+
+def _by_run(message: Message, context: Any) -> bool:
+    return bool(context.run_id != 0 and context.series_id == 0)
+
+
+def _by_settings_order(message: Message, context: Any) -> bool:
+    return next(iter(context.run_config)) == "a"
+
+
+def _enveloped(name: str, value: Any) -> Callable[[Message, Any, bool], None]:
+    def change(message: Message, context: Any, victim: bool) -> None:
+        if not victim:
+            message.metadata.__dict__[name] = value
+
+    return change
+
+
+def _typed(message: Message, context: Any, victim: bool) -> None:
+    message.content["more"] = (MetricRecord if victim else ConfigRecord)({"work": 0})
+
+
+def _ordered(message: Message, context: Any, victim: bool) -> None:
+    for name in ("more 1", "more 0") if victim else ("more 0", "more 1"):
+        message.content[name] = ConfigRecord({"work": int(name[-1])})
+
+
+def _keyed(message: Message, context: Any, victim: bool) -> None:
+    work = {"yes": 1, "no": 0} if victim else {"no": 0, "yes": 1}
+    message.content["more"] = ConfigRecord(work)
+
+
+def _run(name: str, value: int) -> Callable[[Message, Any, bool], None]:
+    def change(message: Message, context: Any, victim: bool) -> None:
+        if not victim:
+            setattr(context, name, value)
+
+    return change
+
+
+def _settings(message: Message, context: Any, victim: bool) -> None:
+    context.run_config = {"a": 1, "b": 2} if victim else {"b": 2, "a": 1}
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("works", "change"),
+    [
+        pytest.param(_by_envelope, _enveloped("_group_id", "off"), id="the message's group"),
+        pytest.param(_by_envelope, _enveloped("_ttl", 1e-6), id="how long it lives"),
+        pytest.param(_by_envelope, _enveloped("_message_id", "off"), id="its identifier"),
+        pytest.param(_by_envelope, _enveloped("_created_at", 0.0), id="its age"),
+        pytest.param(_by_type, _typed, id="a record's type"),
+        pytest.param(_by_order, _ordered, id="the order of records"),
+        pytest.param(_by_order, _keyed, id="the order of a record's keys"),
+        pytest.param(_by_run, _run("run_id", 0), id="the run's number"),
+        pytest.param(_by_run, _run("series_id", 3), id="its series"),
+        pytest.param(_by_settings_order, _settings, id="the order of the run's configuration"),
+    ],
+)
+def test_an_app_may_go_by_anything_it_is_told_and_one_that_is_told_otherwise_is_not_read(
+    works: Callable[[Message, Any], bool],
+    change: Callable[[Message, Any, bool], None],
+    phase: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that has all but client 1 do nothing by something beside their configuration: either the apps never see
+    it, or masks stay on. Uniform words come within 10⁻³ of one of 17 numbers by chance in fewer than one of 2³⁰ cases.
+    """
+    read, said = greedy_reader(monkeypatch), dict[int, float]()
+
+    def meddling(message: Message, context: Any, call_next: Any) -> Message:
+        number, identifier = int(context.node_config["partition-id"]), message.metadata.message_id
+        if kind_of(message)[0] == "Train" and message.metadata.message_type == phase:
+            change(message, context, number == 1)
+        reply = call_next(message, context)
+        reply.metadata.__dict__["_reply_to_message_id"] = identifier
+        return reply
+
+    def going_by_it(message: Message, context: Any, call_next: Any) -> Message:
+        reply, given = call_next(message, context), message.content["arrays"]
+        working = works(message, context) if message.metadata.message_type == phase else True
+        if "arrays" in reply.content and not working:
+            reply.content["arrays"] = given
+        if "eval_loss" in reply.content["metrics"]:
+            reply.content["metrics"]["eval_loss"] *= working
+            said[int(context.node_config["partition-id"])] = reply.content["metrics"]["eval_loss"]
+        return reply
+
+    grid = AppGrid(app_of([meddling, protect(), going_by_it]))
+    strategy = protected(FedAvg(), metrics="drop", evaluation="average" if phase == "evaluate" else "drop")
+    strategy.start(grid, start_arrays(), num_rounds=1)
+    if phase == "evaluate":
+        assert said[1] > 1
+        assert abs(float(read[-1][0]) - SIZES[1] * said[1]) > 1e-3
+        return
+    start = {name: array.numpy() for name, array in start_arrays().items()}
+    moved, figures = trained(start, 1)
+    true = np.concatenate([np.asarray(moved[name] - start[name], dtype=np.float64).reshape(-1) for name in start])
+    assert not (np.abs(read[0][:16] - true * figures["num-examples"]) < 1e-3).any()
+
+
 @pytest.mark.parametrize("what", ["its model", "the run's configuration"])
 def test_clients_who_are_given_something_else_than_the_rest_have_no_sum(what: str, tmp_path: Path) -> None:
     """Of the run's configuration a SuperLink tells every node by itself."""
@@ -571,6 +685,40 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
         assert_alike(result.arrays, plain_run(make(), 4).arrays)
         again = protected(make(), out=out, resume=True).start(fresh, start_arrays(), 4)
         assert_alike(again.arrays, result.arrays)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "phase"), [("dp-fedavg", "Train"), ("dp-secagg", "Unmask"), ("nadp", "Train"), ("paraaegis", "Divide")]
+)
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_run_that_is_interrupted_in_a_round_has_it_in_its_ledger(
+    last: int, scheme: str, phase: str, tmp_path: Path
+) -> None:
+    """As does whoever reads the journal later."""
+
+    def killed(message: Message, reply: Message) -> list[Message]:
+        if (*kind_of(message), message.metadata.dst_node_id) == (phase, last, 104):
+            raise _KilledError
+        return [reply]
+
+    strategy, out = protected(FedAvg(), scheme=scheme, out=tmp_path / "run"), tmp_path / "run"
+    with pytest.raises(_KilledError):
+        strategy.start(AppGrid(app_of([protect()]), twist=killed), start_arrays(), num_rounds=3)
+    whole = protected(FedAvg(), scheme=scheme, out=tmp_path / "whole")
+    whole.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=3)
+    ledger, ended = read_ledger(out).line("server").epsilon, read_ledger(tmp_path / "whole").line("server").epsilon
+    assert ledger is not None
+    assert ended is not None
+    assert 0 < ledger < ended
+    assert strategy.ledger.line("server").epsilon == ledger
+    assert any("since a run was interrupted: 1; they count" in note for note in read_ledger(out).notes)
+    assert strategy._run is not None
+    now = strategy._run.train.course
+    assert now.journal.accountant is not None
+    read = PrivacyJournal(now.job, RunFolder(out).privacy_journal).accountant
+    assert read is not None
+    for adversary, spent in now.journal.accountant.spent.items():
+        assert spent.tolist() == read.spent[adversary].tolist()
 
 
 @pytest.mark.parametrize("first", [100, 102, 500], ids=["the same nodes", "some of them", "others"])

@@ -12,9 +12,12 @@ from federation import job
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.ledger import caveats
+from fedveil.protocol.phases import RoundBegins
 from fedveil.runs import session
+from fedveil.runs.callbacks import Callback, StopTraining
 from fedveil.runs.folder import read_ledger
 from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.privacy_journal import PrivacyJournal
 
 
 def small(**settings: object) -> RunConfig:
@@ -76,6 +79,31 @@ def test_a_run_that_was_killed_can_be_asked_what_it_has_spent(tmp_path: Path) ->
     found = read_ledger(tmp_path / "run")
     assert found.line("server") == whole.line("server")
     assert "has not ended" in found.notes[0]
+
+
+class _Stopping(Callback):
+    def round(self, row: dict[str, object]) -> None:
+        raise StopTraining("enough")
+
+
+def test_a_ledger_of_an_earlier_attempt_does_not_stand_for_one_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    session.run(small(), run, quiet=True, follow=[_Stopping()])
+    before = read_ledger(run)
+    begin = PrivacyJournal.begin
+
+    def killed(self: PrivacyJournal, begins: RoundBegins) -> None:
+        begin(self, begins)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PrivacyJournal, "begin", killed)
+    with pytest.raises(KeyboardInterrupt):
+        session.resume(run, quiet=True)
+    after = read_ledger(run)
+    assert (before.rounds, after.rounds) == (1, 2)
+    assert after.line("server").epsilon > before.line("server").epsilon  # type: ignore[operator]
 
 
 def test_rounds_begun_again_are_told_and_the_papers_figure_keeps_its_rounds(tmp_path: Path) -> None:

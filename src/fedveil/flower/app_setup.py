@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, Context, Message, Metadata, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -270,6 +271,8 @@ def no_model() -> tuple[Architecture, Weights]:
 Reals = NDArray[np.float64]
 _NUMBERS = "fiub"
 _MOST_NAMES = 64
+_SUPERLINK = 1
+"""The number of the node from which messages come, in Flower."""
 
 
 class FormError(ProtocolError):
@@ -317,27 +320,44 @@ class AppModel:
 
 
 def told_with(message: Message, context: Context, *more: bytes) -> bytes:
-    """The digest of all that an app is told: the message's type and records, arrays with their numbers included, and
-    the run's configuration, which is the SuperLink's word.
+    """The digest of all that an app is told: the message's type and records, in their order and of their types, arrays
+    with their numbers included, and the run's numbers and configuration, which are the SuperLink's word.
 
     Masks are bound to it. A server that told all but one to learn nothing, or gave that one another model, would read
-    it off the sum.
+    it off the sum. What a message has besides never reaches the app (`for_app`).
     """
-    content = message.content
-    told: dict[str, Any] = {**content.config_records, **content.metric_records}
-    listed = [
-        message.metadata.message_type,
-        sorted(context.run_config.items()),
-        *((name, sorted(told[name].items())) for name in sorted(told)),
-    ]
-    digest = hashlib.sha256(b"fedveil app told 1" + repr(listed).encode())
-    for name, record in sorted(content.array_records.items()):
-        for key, array in record.items():
-            digest.update(repr((name, key, array.dtype, tuple(array.shape), array.stype, len(array.data))).encode())
+    of_run = (context.run_id, context.series_id, sorted(context.run_config.items()))
+    digest = hashlib.sha256(b"fedveil app told 2" + repr((message.metadata.message_type, of_run)).encode())
+    for name, record in message.content.items():
+        arrays = record if isinstance(record, ArrayRecord) else {}
+        held = list(arrays) if isinstance(record, ArrayRecord) else list(record.items())
+        digest.update(repr((name, type(record).__name__, held)).encode())
+        for array in arrays.values():
+            digest.update(repr((array.dtype, tuple(array.shape), array.stype, len(array.data))).encode())
             digest.update(array.data)
     for part in more:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def for_app(message: Message, context: Context, *, round: int) -> Message:
+    """What an app is given of a message: its type and records in an envelope of this client's own, in which nothing is
+    the server's word but what masks are bound to; rounds count from 0 here, and from 1 in Flower."""
+    # Flower keeps no order of these, so that masks cannot be bound to one: every app sees the same.
+    context.run_config = dict(sorted(context.run_config.items()))
+    envelope = Metadata(
+        run_id=context.run_id,
+        message_id="",
+        src_node_id=_SUPERLINK,
+        dst_node_id=context.node_id,
+        reply_to_message_id="",
+        group_id=str(round + 1),
+        created_at=time.time(),
+        ttl=DEFAULT_TTL,
+        message_type=message.metadata.message_type,
+    )
+    given: Message = Message(message.content, metadata=envelope)  # type: ignore[call-overload]
+    return given
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:

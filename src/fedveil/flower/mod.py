@@ -40,6 +40,7 @@ from fedveil.flower.app_setup import (
     Step,
     agreed_app,
     figures_alone,
+    for_app,
     metric_record,
     no_model,
     only_arrays,
@@ -259,11 +260,13 @@ class _Protection:
             bound = told_with(message, context, *made_by) if working else b""
 
             def trained(row: Tensor) -> Tensor:
+                assert isinstance(asked.request, (Train, Begin))
                 if judged is not None:
                     _give(message.content, asked, judged[0].weights.parameters, judged[1])
                 elif agreed.work.held:
                     _give(message.content, asked, row, None)
-                return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
+                given = for_app(message, context, round=asked.request.round)
+                return self._contribution(given, context, call_next, agreed=agreed, setup=setup, told=told)
 
             role = self._role(agreed, asked, message, context, policy=policy, told=bound, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)

@@ -672,7 +672,8 @@ class _Run:
         )
 
     def end(self, *, done: bool = False) -> None:
-        """Write down what the run leaves; one that has not ended leaves its ledger."""
+        """Write down what the run leaves; one that has not ended leaves its ledger, with the round it was in."""
+        self.train.course.journal.interrupted()
         if self._folder is None:
             return
         course, ledger = self.train.course, self.ledger()

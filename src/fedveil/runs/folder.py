@@ -246,7 +246,8 @@ class RunFolder:
         return self._remembered().get("journal")
 
     def mark_journal(self, mark: tuple[int, str]) -> None:
-        """Remember up to where the privacy journal has come."""
+        """Remember up to where the privacy journal has come; a ledger from before it grew no longer says enough."""
+        self.ledger_file.unlink(missing_ok=True)
         if facts := self._remembered():
             write_atomically(self._attempts, json.dumps({**facts, "journal": mark}))
 

@@ -331,7 +331,6 @@ class PrivacyJournal:
 
     def begin(self, begins: RoundBegins) -> None:
         """Write down what clients are about to be asked for."""
-        self._open = begins
         if self.accountant is None:
             return
         self._meet(begins)
@@ -342,6 +341,7 @@ class PrivacyJournal:
             entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
             entry |= _besides(begins.seen, begins.arrived)
         self._write(entry)
+        self._open = begins
 
     def _head(self) -> None:
         """Begin an attempt's lines with how its noise is planned."""
@@ -391,6 +391,15 @@ class PrivacyJournal:
         self._write(entry | _besides(seen, arrived) | ({} if done.published else {"failed": True}))
         told = (begins.round, done.cohort, begins.graph, arrived, done.revealed)
         self._charge(self._terms, *told, done.published, seen=seen)
+
+    def interrupted(self) -> None:
+        """Charge a round that was begun and will not end, as reading the journal does: whatever was asked for may have
+        been seen."""
+        begins, self._open = self._open, None
+        if self.accountant is not None and begins is not None:
+            seen = begins.cohort if begins.arrived is None else {*begins.arrived, *(begins.seen or ())}
+            told = (begins.round, begins.cohort, begins.graph, begins.arrived, begins.revealed)
+            self._charge(self._terms, *told, seen=sorted(seen))
 
     def _charge(
         self,
