@@ -271,6 +271,7 @@ def no_model() -> tuple[Architecture, Weights]:
 Reals = NDArray[np.float64]
 _NUMBERS = "fiub"
 _MOST_NAMES = 64
+MOST_EXAMPLES = 2.0**28
 _SUPERLINK = 1
 """The number of the node from which messages come, in Flower."""
 

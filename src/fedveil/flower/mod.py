@@ -33,6 +33,7 @@ from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unkno
 from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
 from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name, written
 from fedveil.flower.app_setup import (
+    MOST_EXAMPLES,
     AgreedApp,
     AppModel,
     AppSetup,
@@ -79,7 +80,6 @@ _APPS_OWN = ("metrics", "evaluation", "first")
 _OF_NOISE = ("epsilon", "delta", "clip")
 _ROUNDING = 1e-9
 MOST_NAME = 64
-_MOST_EXAMPLES = 2.0**28
 
 
 class AppError(FedVeilError):
@@ -404,7 +404,7 @@ class _Protection:
         figures = only_metrics(reply.content) if reply.content.metric_records else {}
         weight = 1.0
         if agreed.work.clip is None:
-            weight = weight_in(figures, setup.weighted_by, most=_MOST_EXAMPLES)
+            weight = weight_in(figures, setup.weighted_by, most=MOST_EXAMPLES)
         if not bool(update.isfinite().all()):
             _LOG.warning("the app's update is not finite: it counts as no update in this round")
         averaged: list[str] = []
