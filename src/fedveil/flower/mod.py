@@ -271,15 +271,17 @@ class _Protection:
             role = self._role(agreed, asked, message, context, policy=policy, told=bound, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
-            before = memory.spent
+            before, plan = memory.spent, agreed.scheme.uplink.plan
+            delta = 1.0 if plan is None else plan.target.delta
             entered = own if policy is None or policy.max_epsilon is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
-                memory.keep(replace(state, spent=own.spent + more))
+                memory.keep(replace(state, spent=own.spent + more), delta=delta)
 
             def promised(state: ClientState) -> None:
-                self._afford(before + state.spent - entered.spent, agreed, folder)
+                if plan is not None:
+                    self._afford(before + state.spent - entered.spent, folder, delta=min(delta, memory.delta))
                 kept(state)
 
             private = {} if asked.private is None else {asked.client: asked.private}
@@ -335,12 +337,16 @@ class _Protection:
                 f'often as the server asks: allow it with protect(require={{{name!r}: ["pass", …]}}) if that is meant'
             )
 
-    def _afford(self, spent: float, agreed: AgreedApp, folder: Path) -> None:
-        """Refuse a round that would bring all runs of this node beyond the ε that is required of one."""
-        most, plan = _largest(self._require.get("epsilon")), agreed.scheme.uplink.plan
-        if most is None or plan is None:
+    def _afford(self, spent: float, folder: Path, *, delta: float) -> None:
+        """Refuse a round that would bring all runs of this node beyond the ε that is required of one.
+
+        At the largest δ that is required, or at the smallest of all runs: by a larger one, which a server may name, as
+        much noise is worth a smaller ε.
+        """
+        most = _largest(self._require.get("epsilon"))
+        if most is None:
             return
-        delta = plan.target.delta
+        delta = _largest(self._require.get("delta")) or delta
         reached = epsilon_of(math.sqrt(spent), delta)
         if reached > most * (1 + _ROUNDING):
             raise ProtocolError(
