@@ -963,11 +963,59 @@ class _Custom(Strategy):
         pytest.param(lambda: Protected(FedAvg(), resume=True), "out", id="resuming nothing"),
         pytest.param(lambda: protect(require={"schem": "secagg"}), "scheme", id="an unknown requirement"),
         pytest.param(lambda: Protected(FedAvg()).ledger, "start", id="a ledger before the run"),
+        pytest.param(lambda: Protected(FedAvg(), clients="5"), r"clients .* '5'", id="clients as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), clients=-1), r"clients .* -1", id="fewer clients than none"),
+        pytest.param(lambda: Protected(FedAvg(), scheme=None), "scheme must", id="no scheme"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), metrics=["pass"]), "metrics", id="several ways"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: Protected(FedAvg(), scheme="pads", first=["client"]),  # type: ignore[arg-type]
+            "Unknown first",
+            id="several first models",
+        ),
+        pytest.param(lambda: Protected(FedAvg(), keep_days="3"), "keep_days", id="days as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), out=3), "out must be a path", id="no path"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), deadline=-1), r"deadline.* -1", id="a deadline before the run"),
+        pytest.param(lambda: Protected(FedAvg(), deadline="5"), "deadline", id="a deadline as text"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: Protected(FedAdam(eta=None), scheme="pads"),  # type: ignore[arg-type]
+            "eta of FedAdam must be a number",
+            id="a step without a rate",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg(), out="/dev/null/run").start(AppGrid(app_of()), start_arrays(), 1),
+            "/dev/null/run.* cannot be used",
+            id="a folder below a file",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg()).start(AppGrid(app_of()), {}, 1),  # type: ignore[arg-type]
+            "initial_arrays must be an ArrayRecord",
+            id="arrays in a dictionary",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg()).start(AppGrid(app_of()), start_arrays(), 1, timeout="9"),  # type: ignore[arg-type]
+            "timeout",
+            id="a timeout as text",
+        ),
+        pytest.param(lambda: protect(keep_days="3"), "keep_days", id="a client's days as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(home=3), "home must be a path", id="no home"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(models=3), "models must be a path", id="no folder"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(first="arrays"), "first must be", id="no function"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(require=["secagg"]), "require must", id="names alone"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: protect(policy={"max_epsilon": 3}),  # type: ignore[arg-type]
+            r"Policy\(max_epsilon=3.0\)",
+            id="a policy in a dictionary",
+        ),
     ],
 )
 def test_mistakes_are_named_where_they_are_made(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_what_is_required_may_be_a_tuple_as_well_as_a_list() -> None:
+    grid = AppGrid(app_of([protect(require={"scheme": ("dp-fedavg", "secagg")})]))
+    assert protected(FedAvg()).start(grid, start_arrays(), num_rounds=1).train_metrics_clientapp
 
 
 @pytest.mark.parametrize("own", [{}, {"require": {"evaluation": ["average", "drop"]}}], ids=["default", "refused"])

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from fedveil.flower.app_setup import (
     FormError,
     Step,
     agreed_app,
+    checked_number,
+    checked_path,
     figures_alone,
     for_app,
     metric_record,
@@ -128,16 +131,23 @@ def protect(
         The mod, for `ClientApp(mods=[…])`: first in the list, so that others see what the app sees.
 
     Raises:
-        ConfigError: A setting to require that does not exist, or days that cannot be.
+        ConfigError: A setting to require that does not exist, or an argument that is not what it should be.
     """
-    if not 0 < keep_days < math.inf:
-        raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
+    days = checked_number("keep_days, in days,", keep_days, positive=True)
+    if not isinstance(require or {}, Mapping):
+        raise ConfigError(f"require must name settings, like {{'scheme': ['secagg']}} (got {require!r}).")
+    if not isinstance(policy, (Policy, NoneType)):
+        raise ConfigError(
+            f"policy must be a fedveil.ledger.policy.Policy, like Policy(max_epsilon=3.0) (got {policy!r})."
+        )
+    if first is not None and not callable(first):
+        raise ConfigError(f"first must be a function that makes arrays from a context (got {first!r}).")
     known = {*(setting.name for setting in fields(RunConfig)), *_APPS_OWN}
     for name in require or {}:
         if name not in known:
             raise unknown_name("setting to require:", name, known)
-    own = _Own(first, None if models is None else Path(models), keep_days)
-    return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home), own)
+    own = _Own(first, checked_path("models", models), days)
+    return _Protection(read_required(require or {}, where="protect"), policy, checked_path("home", home), own)
 
 
 @dataclass(frozen=True, eq=False)

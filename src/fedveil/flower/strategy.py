@@ -19,7 +19,6 @@ Who takes part in a round follows from the epoch's beacon, which no server picks
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import secrets
 import time
@@ -72,6 +71,8 @@ from fedveil.flower.app_setup import (
     Metrics,
     Phase,
     Step,
+    checked_number,
+    checked_path,
     covered_by,
     settings_for,
     told_of,
@@ -79,6 +80,7 @@ from fedveil.flower.app_setup import (
 from fedveil.flower.commands import Events
 from fedveil.flower.server_app import prune_beside
 from fedveil.ledger.statement import Ledger
+from fedveil.plain import whole
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
@@ -207,6 +209,17 @@ class Protected(Strategy):
         keep_days: float = 365.0,
         **options: Any,
     ) -> None:
+        if not isinstance(scheme, str):
+            raise ConfigError(f"scheme must be a name, like 'secagg' (got {scheme!r}).")
+        if clients is not None and (not whole(clients) or clients < 1):
+            raise ConfigError(f"clients must be a positive whole number (got {clients!r}).")
+        for name, value, known in (
+            ("metrics", metrics, METRICS),
+            ("evaluation", evaluation, METRICS),
+            ("first", first, FIRST),
+        ):
+            if value is not None and (not isinstance(value, str) or value not in known):
+                raise unknown_name(name, str(value), known)
         self._held = scheme in HELD
         with settings_as_arguments():
             covered = covered_by(scheme, options, clients)
@@ -217,27 +230,22 @@ class Protected(Strategy):
             step = step_of(strategy, evaluation) if self._held else Step()
         if first is not None and not self._held:
             raise ConfigError(f"first says whose first model clients hold, and under {scheme} the server holds it.")
-        if first is not None and first not in FIRST:
-            raise unknown_name("first", first, FIRST)
-        for name, value in (("metrics", metrics), ("evaluation", evaluation)):
-            if value is not None and value not in METRICS:
-                raise unknown_name(name, value, METRICS)
         # Evaluations of a model that clients hold have masks of their own, and the ledger names what is averaged.
         if "average" in (metrics, None if self._held else evaluation) and covered != "average":
             raise ConfigError(
                 f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
                 "'pass', which sends everybody's uncovered."
             )
-        if not 0 < keep_days < math.inf:
-            raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
         if resume and out is None:
             raise ConfigError("resume goes on with the run in a folder: give it, out=….")
         self.strategy = strategy
         self._scheme, self._options, self._clients = scheme, options, clients
         self._metrics: Metrics = metrics or covered
         self._evaluation: Metrics = evaluation or covered
-        self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
-        self._resume, self._deadline, self._keep_days = resume, deadline, keep_days
+        given = checked_path("out", out)
+        self._folder = None if given is None else RunFolder(given.resolve(), engine=ENGINE)
+        self._deadline = None if deadline is None else checked_number("deadline, in seconds,", deadline, positive=True)
+        self._resume, self._keep_days = resume, checked_number("keep_days, in days,", keep_days, positive=True)
         self._first = (first or "server") if self._held else ""
         self._step = step
         self._notes = _Notes(self._folder)
@@ -266,7 +274,10 @@ class Protected(Strategy):
             raise NoModelError(
                 "evaluate_fn is given the model", "leave it out, and have clients evaluate (fraction_evaluate)"
             )
-        run = self._run = self._begun(grid, initial_arrays, num_rounds, self._deadline or timeout)
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ConfigError(f"initial_arrays must be an ArrayRecord (got {type(initial_arrays).__name__}).")
+        deadline = self._deadline or checked_number("timeout, in seconds,", timeout, positive=True)
+        run = self._run = self._begun(grid, initial_arrays, num_rounds, deadline)
         before, arrays = run.before, run.arrays
         if before >= num_rounds:
             self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
@@ -396,7 +407,10 @@ class Protected(Strategy):
                     )
                 attempt = folder.resume(config)
             else:
-                folder.start(config)
+                try:
+                    folder.start(config)
+                except OSError as reason:
+                    raise ConfigError(f"out={str(folder.path)!r} cannot be used: {reason.strerror}.") from reason
             lineage = folder.lineage
             prune_beside(folder, days=self._keep_days, engine=ENGINE, going_on=going_on)
         arrays, standing = initial, None if progress is None else progress.standing
