@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from fedveil.flower import Protected, protect
 from fedveil.flower.app_memory import default_home, held
 from fedveil.flower.app_setup import AppSetup
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.codec import decode, encode
 from flower_apps import AppGrid, app_of, start_arrays, trained
@@ -128,6 +130,22 @@ def test_a_server_that_begins_a_new_run_every_round_spends_the_same_budget(own: 
     assert answered == [True, False, False]
     codes = [code_of(reply) for message, reply in grid.crossed if "arrays" in message.content]
     assert codes == [""] * 5 + ["ended"] * 10
+
+
+@pytest.mark.parametrize("own", [{}, {"delta": {"max": 1e-5}}], ids=["of the runs", "its own"])
+def test_a_larger_delta_that_a_server_names_reopens_no_limit(own: dict[str, Any], tmp_path: Path) -> None:
+    """What was spent at δ = 10⁻⁵ is worth less at 10⁻⁴, and the limit was reached before."""
+    app = app_of([protect(require={"epsilon": {"max": 3.0}, **own})])
+    asked = [(3.0, 1e-5, False), (0.5, 1e-5, True), (1.0, 1e-4, True), (0.4, 1e-4, True)]
+    for epsilon, delta, over in asked:
+        grid = AppGrid(app, node_config=lambda number: {"fedveil-state": str(tmp_path / str(number))})
+        with contextlib.suppress(ProtocolError):
+            run(grid, scheme="dp-fedavg", epsilon=epsilon, delta=delta)
+        refused = {code_of(reply) for _, reply in grid.crossed} - {""}
+        assert bool(refused) == over
+    with held(tmp_path / "1") as memory:
+        assert epsilon_of(math.sqrt(memory.spent()), 1e-5) <= 3.0 + 1e-6
+        assert memory.smallest_delta() == 1e-5
 
 
 def test_a_policy_that_names_no_epsilon_leaves_a_run_to_its_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,14 @@ def test_an_app_that_fails_tells_the_server_nothing_of_it() -> None:
     assert all("record" not in str(reply.error.reason) for _, reply in grid.crossed)
 
 
-@pytest.mark.parametrize("given", [{"epsilon": 0.0}, {"clip": -1.0}, {"rounds": 0}, {"delta": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"epsilon": 0.0}, {"clip": -1.0}, {"rounds": 0}, {"delta": 2.0}),
+        *({"epsilon": "8"}, {"clip": "1"}, {"rounds": 2.5}, {"delta": None}, {"home": 3}),
+    ],
+    ids=str,
+)
 def test_numbers_that_cannot_be_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         local_dp(**{"epsilon": 1.0, "clip": 1.0, "rounds": 1, **given})

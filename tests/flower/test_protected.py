@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx, Krum, Strategy
 
 import fedveil.flower
+import fedveil.flower.strategy as strategy_module
 from docs.pages import blocks
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.flower import Protected, protect
@@ -721,6 +722,179 @@ def test_a_run_that_is_interrupted_in_a_round_has_it_in_its_ledger(
         assert spent.tolist() == read.spent[adversary].tolist()
 
 
+_CONSENT = {"metrics": ["pass", "average", "drop"], "evaluation": ["pass", "average", "drop"]}
+
+
+def _figures_in(ledger: Ledger) -> set[str]:
+    fields = {release.field for release in ledger.releases}
+    return {field for field in fields if field.startswith(("metrics.", "evaluate.", "evaluation.", "header.names"))}
+
+
+@pytest.mark.parametrize("scheme", ["secagg", "dp-secagg"])
+def test_figures_of_a_round_that_failed_have_left_all_the_same(scheme: str) -> None:
+    lost = lost_where(*(("Train", 1, client) for client in range(3)))
+    grid = AppGrid(app_of([protect(require=_CONSENT)]), twist=lost)
+    strategy = protected(FedAvg(), scheme=scheme, metrics="pass")
+    strategy.start(grid, start_arrays(), num_rounds=1)
+    assert any(reply.content.metric_records for _, reply in grid.crossed)
+    assert _figures_in(strategy.ledger) == {"metrics.*"}
+    assert strategy.ledger.line("server").verdict == "none"
+
+
+def _killed_in(*where: Any, phase: str = "train") -> Callable[[Message, Message], list[Message]]:
+    def twist(message: Message, reply: Message) -> list[Message]:
+        if (*kind_of(message), message.metadata.dst_node_id - 100) == where and message.metadata.message_type == phase:
+            raise _KilledError
+        return [reply]
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "now", "killed", "left"),
+    [
+        pytest.param(
+            {"scheme": "dp-fedavg"},
+            {"metrics": "pass"},
+            {"metrics": "drop"},
+            _killed_in("Train", 1, 4),
+            {"metrics.*"},
+            id="figures that passed in a round that never ended",
+        ),
+        pytest.param(
+            {"scheme": "dp-fedavg"},
+            {"evaluation": "pass"},
+            {"evaluation": "drop"},
+            _killed_in("evaluate", 0, 4, phase="evaluate"),
+            {"evaluate.*"},
+            id="evaluations that passed, before the first was over",
+        ),
+        pytest.param(
+            {"scheme": "paraaegis", "epsilon": 8.0, "share": 0.3},
+            {"evaluation": "average"},
+            {"evaluation": "drop"},
+            _killed_in("Begin", 2, 4),
+            {"evaluation.behind", "header.names"},
+            id="evaluations that were averaged",
+        ),
+        pytest.param(
+            {"scheme": "secagg"},
+            {"metrics": "average"},
+            {"metrics": "drop"},
+            _killed_in("Train", 1, 4),
+            {"header.names"},
+            id="figures that were averaged",
+        ),
+    ],
+)
+def test_a_resumed_run_has_in_its_ledger_what_earlier_attempts_have_sent(
+    settings: dict[str, Any],
+    before: dict[str, Any],
+    now: dict[str, Any],
+    killed: Callable[[Message, Message], list[Message]],
+    left: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, out = app_of([protect(require={**_CONSENT, "scheme": settings["scheme"]})]), tmp_path / "run"
+    folders = {"node_config": lambda number: {"fedveil-state": str(tmp_path / f"node-{number}")}}
+    with monkeypatch.context() as patched:
+        patched.setattr(strategy_module._Run, "end", lambda run: run.release())  # as where nothing is left to write
+        with pytest.raises(_KilledError):
+            protected(FedAvg(), out=out, **settings, **before).start(
+                AppGrid(app, twist=killed, **folders), start_arrays(), num_rounds=3
+            )
+    strategy = protected(FedAvg(), out=out, resume=True, **settings, **now)
+    strategy.start(AppGrid(app, **folders), start_arrays(), num_rounds=3)
+    assert _figures_in(strategy.ledger) == left
+    assert read_ledger(out).as_data() == strategy.ledger.as_data()
+
+
+def test_a_run_that_has_nothing_left_to_do_has_its_whole_ledger(tmp_path: Path) -> None:
+    app, out = app_of([protect()]), tmp_path / "run"
+    for resume in (False, True):
+        strategy = protected(FedAvg(), out=out, resume=resume, metrics="drop", evaluation="average")
+        strategy.start(AppGrid(app), start_arrays(), num_rounds=1)
+        assert _figures_in(strategy.ledger) == {"header.names"}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "match"),
+    [
+        pytest.param(FedAvg, {"scheme": "pads", "first": "client"}, "first = 'server' and has 'client'", id="first"),
+        pytest.param(
+            lambda: FedAvg(weighted_by_key="epochs"),
+            {"scheme": "pads"},
+            "weighted_by_key = 'num-examples' and has 'epochs'",
+            id="weights",
+        ),
+    ],
+)
+def test_what_a_ledger_rests_on_is_not_changed_by_going_on(
+    make: Callable[[], Strategy], settings: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    app = app_of([protect(first=lambda context: start_arrays())])
+    with pytest.raises(_KilledError):
+        protected(FedAvg(), scheme="pads", out=tmp_path / "run").start(
+            AppGrid(app, twist=_killed_in("Begin", 1, 4)), start_arrays(), num_rounds=2
+        )
+    with pytest.raises(CheckpointError, match=match):
+        protected(make(), out=tmp_path / "run", resume=True, **settings).start(AppGrid(app), start_arrays(), 2)
+
+
+def _telling(figures: dict[str, float] | None = None, names: list[str] | None = None) -> Any:
+    """A client 1 that says other figures than it has, or calls them otherwise."""
+
+    def twist(message: Message, reply: Message) -> list[Message]:
+        kind, mine = kind_of(message)[0], message.metadata.dst_node_id == 101
+        if not mine or kind not in ("Train", "evaluate"):
+            return [reply]
+        content = dict(reply.content)
+        if figures is not None:
+            content["metrics" if kind == "evaluate" else "fedveil.metrics"] = MetricRecord(figures)
+        if names is not None:
+            content[HEADER] = ConfigRecord({"code": "", "names": names})
+        return [Message(RecordDict(content), metadata=reply.metadata)]
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param({"num-examples": math.nan}, id="a weight that is no number"),
+        pytest.param({"num-examples": math.inf}, id="one without measure"),
+        pytest.param({"num-examples": -150}, id="one below nothing"),
+        pytest.param({"num-examples": 5, "x": 1.0}, id="other names"),
+        pytest.param({}, id="nothing"),
+    ],
+)
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_a_client_whose_figures_pass_harms_neither_the_model_nor_the_run(
+    phase: str, said: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All the replies that a strategy is handed hold the same mean, whatever is said beside it."""
+    own = {"train_loss": 1.0, "epochs": 2} if phase == "train" else {"eval_loss": 1.0}
+    figures = {**own, **said} if "num-examples" in said and "x" not in said else said
+    settings = {"metrics": "pass"} if phase == "train" else {"metrics": "drop", "evaluation": "pass"}
+    grid = AppGrid(app_of([protect(require=_CONSENT)]), twist=_telling(figures))
+    result = protected(FedAvg(), **settings).start(grid, start_arrays(), num_rounds=ROUNDS)
+    assert_alike(result.arrays, plain_run(FedAvg(), ROUNDS).arrays)
+    found = result.train_metrics_clientapp if phase == "train" else result.evaluate_metrics_clientapp
+    assert set(found) == {1, 2}
+    assert all(set(one) == set(own) and all(map(math.isfinite, one.values())) for one in found.values())
+    assert ("node 101" in caplog.text) == (figures is said)
+
+
+def test_one_client_does_not_decide_what_figures_are_called(caplog: pytest.LogCaptureFixture) -> None:
+    grid = AppGrid(app_of([protect()]), twist=_telling(names=["loss"]))
+    result = protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    assert dict(result.train_metrics_clientapp[1]) == pytest.approx(
+        dict(plain_run(FedAvg(), 1).train_metrics_clientapp[1]), abs=1e-6
+    )
+    assert "client 1 (node 101)" in caplog.text
+
+
 @pytest.mark.parametrize("first", [100, 102, 500], ids=["the same nodes", "some of them", "others"])
 def test_whoever_cannot_be_recognised_is_charged_for_the_one_that_spent_most(first: int, tmp_path: Path) -> None:
     settings = {"scheme": "dp-fedavg", "epsilon": 2.0, "out": tmp_path / "run"}
@@ -789,11 +963,59 @@ class _Custom(Strategy):
         pytest.param(lambda: Protected(FedAvg(), resume=True), "out", id="resuming nothing"),
         pytest.param(lambda: protect(require={"schem": "secagg"}), "scheme", id="an unknown requirement"),
         pytest.param(lambda: Protected(FedAvg()).ledger, "start", id="a ledger before the run"),
+        pytest.param(lambda: Protected(FedAvg(), clients="5"), r"clients .* '5'", id="clients as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), clients=-1), r"clients .* -1", id="fewer clients than none"),
+        pytest.param(lambda: Protected(FedAvg(), scheme=None), "scheme must", id="no scheme"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), metrics=["pass"]), "metrics", id="several ways"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: Protected(FedAvg(), scheme="pads", first=["client"]),  # type: ignore[arg-type]
+            "Unknown first",
+            id="several first models",
+        ),
+        pytest.param(lambda: Protected(FedAvg(), keep_days="3"), "keep_days", id="days as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), out=3), "out must be a path", id="no path"),  # type: ignore[arg-type]
+        pytest.param(lambda: Protected(FedAvg(), deadline=-1), r"deadline.* -1", id="a deadline before the run"),
+        pytest.param(lambda: Protected(FedAvg(), deadline="5"), "deadline", id="a deadline as text"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: Protected(FedAdam(eta=None), scheme="pads"),  # type: ignore[arg-type]
+            "eta of FedAdam must be a number",
+            id="a step without a rate",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg(), out="/dev/null/run").start(AppGrid(app_of()), start_arrays(), 1),
+            "/dev/null/run.* cannot be used",
+            id="a folder below a file",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg()).start(AppGrid(app_of()), {}, 1),  # type: ignore[arg-type]
+            "initial_arrays must be an ArrayRecord",
+            id="arrays in a dictionary",
+        ),
+        pytest.param(
+            lambda: Protected(FedAvg()).start(AppGrid(app_of()), start_arrays(), 1, timeout="9"),  # type: ignore[arg-type]
+            "timeout",
+            id="a timeout as text",
+        ),
+        pytest.param(lambda: protect(keep_days="3"), "keep_days", id="a client's days as text"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(home=3), "home must be a path", id="no home"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(models=3), "models must be a path", id="no folder"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(first="arrays"), "first must be", id="no function"),  # type: ignore[arg-type]
+        pytest.param(lambda: protect(require=["secagg"]), "require must", id="names alone"),  # type: ignore[arg-type]
+        pytest.param(
+            lambda: protect(policy={"max_epsilon": 3}),  # type: ignore[arg-type]
+            r"Policy\(max_epsilon=3.0\)",
+            id="a policy in a dictionary",
+        ),
     ],
 )
 def test_mistakes_are_named_where_they_are_made(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_what_is_required_may_be_a_tuple_as_well_as_a_list() -> None:
+    grid = AppGrid(app_of([protect(require={"scheme": ("dp-fedavg", "secagg")})]))
+    assert protected(FedAvg()).start(grid, start_arrays(), num_rounds=1).train_metrics_clientapp
 
 
 @pytest.mark.parametrize("own", [{}, {"require": {"evaluation": ["average", "drop"]}}], ids=["default", "refused"])

@@ -128,6 +128,7 @@ class Table:
         # Games are not rounds of one run: no client keeps count of them.
         self.role = client_role(one)
         self.role._policy = Policy()  # a game has more rounds than a run would pay for
+        self.role._schedule = None  # or than its settings name
         self.honest, self.canary = worlds(len(one.pool))
         self.states = [ClientState(data.client) for data in self.honest]
         self.workspace = Workspace(one.architecture, one.scheme.layout(one.architecture))

@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from logging import WARNING
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore import log
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.client_held.messages import Begin, Finish
 from fedveil.downlink.messages import Recovered
 from fedveil.engine import ClientPool
-from fedveil.errors import Code
+from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.flower.app_held import AppRelay
-from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, metrics_of, no_model
+from fedveil.flower.app_setup import (
+    MOST_EXAMPLES,
+    AgreedApp,
+    AppModel,
+    AppSetup,
+    agreed_app,
+    metric_record,
+    metrics_of,
+    no_model,
+    only_arrays,
+)
 from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
 from fedveil.flower.engine import FlowerEngine, Standing
@@ -139,7 +152,8 @@ class AppServer(ServerRole):
 class AppRound:
     """What came of a round: how far the model is to move and what the updates weighed, or why there is nothing.
 
-    `cut` is the share of that weight whose numbers were beyond the range, and are cut off.
+    `cut` is the share of that weight whose numbers were beyond the range, and are cut off. `figures` are those of
+    clients who name theirs as most do, and `odd` the others.
     """
 
     done: RoundDone
@@ -149,6 +163,7 @@ class AppRound:
     cut: float = 0.0
     averages: dict[str, float] = field(default_factory=dict)
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    odd: tuple[int, ...] = ()
 
 
 class Course:
@@ -257,16 +272,24 @@ class Course:
         if mean is None:
             return AppRound(done, seconds)
         row, weight = mean
-        work, names = self.agreed.work, {engine.names.get(client, ()) for client in arrived}
+        work = self.agreed.work
         moved, values, cut = torch.split(row, [0 if work.held else work.size, work.slots, work.flags])
         numbers, figured = cut.tolist() or (0.0, 0.0)
         if figured > 0:  # as Flower's own mean has it
             values = torch.full_like(values, math.nan)
+        common, alike = _most_alike({client: self._named(client) for client in arrived})
         averages: dict[str, float] = {}
-        if len(names) == 1:  # where clients call theirs differently there is no average
-            averages = dict(zip(next(iter(names)), values.tolist(), strict=False))
-        figures = {client: engine.figures.get(client, {}) for client in arrived}
-        return AppRound(done, seconds, moved.numpy(), weight, numbers, averages, figures)
+        if 2 * len(alike) > len(arrived):
+            averages = dict(zip(common, values.tolist(), strict=False))
+        figures = {client: engine.figures.get(client, {}) for client in arrived if client in alike}
+        odd = tuple(client for client in arrived if client not in alike)
+        return AppRound(done, seconds, moved.numpy(), weight, numbers, averages, figures, odd)
+
+    def _named(self, client: int) -> Collection[str]:
+        """What a client calls its figures, under the masks or as they are."""
+        if self._setup.metrics == "pass":
+            return self.engine.figures.get(client, {}).keys() - {self._setup.weighted_by}
+        return self.engine.names.get(client, ()) if self._setup.metrics == "average" else ()
 
     def _mean(self, done: RoundDone) -> tuple[Tensor, float] | None:
         """What the server reads of a round, divided by what it weighs, which is beside it."""
@@ -280,6 +303,101 @@ class Course:
         sums = role.read(done.aggregate)
         weight = float(sums[-1])
         return (sums[:-1] / weight, weight) if weight > 0 else None
+
+
+_NAMED_OTHERWISE = "FedVeil: figures have other names than those of most: %s; %s"
+_ODD: Mapping[str, str] = {
+    "average": "averages have the names that more than half have, and these clients' numbers in them",
+    "pass": "they are left out",
+}
+
+
+class AppRounds:
+    """A course of the protocol behind one kind of the strategy's messages."""
+
+    def __init__(self, course: Course, setup: AppSetup) -> None:
+        self.course, self._setup = course, setup
+        self._begun = False
+        self.model: AppModel
+        self._sent: Message
+
+    def round(self, messages: list[Message]) -> AppRound | None:
+        """Carry the strategy's messages to this round's clients."""
+        self._sent = messages[0]
+        same = only_arrays(self._sent.content)
+        if not self._setup.form:
+            self.model = AppModel.read(same)
+        for message in messages[1:]:
+            other = only_arrays(message.content)
+            numbers = other is not same and not self._setup.form
+            if numbers and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
+                raise ConfigError("The strategy sends clients different models: their updates have no common mean.")
+            if message.content.config_records != self._sent.content.config_records:
+                raise ConfigError(
+                    "The strategy sends nodes configurations of their own: who is asked follows from everybody's "
+                    "random numbers, so that every client must be sent the same."
+                )
+        outgoing = dict.fromkeys(self.course.engine.nodes, self._sent.content)
+        done = self.course.round(outgoing, kind=self._sent.metadata.message_type)
+        if done is None:
+            text = f"no further {self._setup.phase} rounds: {self.course.stopped}"
+            if not self._begun:
+                again = " again" if self._setup.attempt else ""
+                raise ProtocolError(f"The run cannot start{again}: {self.course.stopped}.")
+            log(WARNING, "FedVeil: %s", text)
+            return done
+        self._begun = True
+        for client, refusal in done.done.gathered.refused.items():
+            if refusal.code is Code.SPOILT:
+                log(WARNING, "FedVeil: client %d (node %d): %s", client, self.course.engine.nodes[client], refusal)
+        if done.done.failed:
+            log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
+        if done.odd:
+            odd = ", ".join(f"client {client} (node {self.course.engine.nodes[client]})" for client in done.odd)
+            log(WARNING, _NAMED_OTHERWISE, odd, _ODD[self._setup.metrics])
+        if done.cut:
+            log(
+                WARNING,
+                "FedVeil: %s round %d: numbers beyond value_range were cut off, of clients with %.3g of its weight",
+                *(self._setup.phase, done.done.round + 1, done.cut),
+            )
+        return done
+
+    def replies(self, brought: AppRound, *, arrays: ArrayRecord | None) -> list[Message]:
+        """What the strategy is handed: replies that all hold the mean, one for everybody's own figures or one alone."""
+        key = self._setup.weighted_by
+        weight: float = int(brought.weight) if brought.weight.is_integer() else brought.weight
+        figures = [{key: weight, **brought.averages}]
+        if self._setup.metrics == "pass":
+            figures = [_weighing(own, key) for own in brought.figures.values()]
+        models = {} if arrays is None else {"arrays": arrays}
+        return [Message(RecordDict({**models, "metrics": metric_record(own)}), reply_to=self._sent) for own in figures]
+
+
+def named_alike(answers: list[Message], key: str) -> tuple[list[Message], tuple[str, ...]]:
+    """The answers to an evaluation that name their figures as most do, with those without any, and the names."""
+    figures: dict[int, dict[str, float]] = {}
+    for place, reply in enumerate(answers):
+        if reply.has_content():
+            figures[place] = metrics_of(next(iter(reply.content.metric_records.values()), None))
+    common, alike = _most_alike({place: own.keys() - {key} for place, own in figures.items()})
+    for place in alike:
+        answers[place].content = RecordDict({"metrics": metric_record(_weighing(figures[place], key))})
+    if odd := [answers[place].metadata.src_node_id for place in figures.keys() - alike]:
+        log(WARNING, _NAMED_OTHERWISE, ", ".join(f"node {node}" for node in sorted(odd)), _ODD["pass"])
+    return [reply for place, reply in enumerate(answers) if place in alike or place not in figures], (*common, key)
+
+
+def _weighing(figures: Mapping[str, float], key: str) -> dict[str, float]:
+    """A client's figures with a weight that can be one: strategies divide by the sum of all."""
+    return {**figures, key: figures[key] if 0 < figures.get(key, 0) <= MOST_EXAMPLES else 1}
+
+
+def _most_alike(names: Mapping[int, Collection[str]]) -> tuple[tuple[str, ...], set[int]]:
+    """What most clients call their figures, and who does: one client's word decides nothing for the others."""
+    ordered = {client: tuple(sorted(named)) for client, named in names.items()}
+    common = Counter(ordered.values()).most_common(1)[0][0] if ordered else ()
+    return common, {client for client, named in ordered.items() if named == common}
 
 
 def job_of(agreed: AgreedApp) -> Job:

@@ -105,13 +105,14 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class AppMemory:
-    """What a client remembers of one phase of a run; `spent` is by all runs of its node together."""
+    """What a client remembers of one phase of a run; `spent` is by all runs of its node together, and `delta` the
+    smallest δ among them."""
 
     def __init__(self, stored: Memory, folder: Path, setup: AppSetup) -> None:
         self._stored, self._folder, self._setup = stored, folder, setup
         self._name = f"{setup.lineage}.{setup.phase}"
         self._here = 0.0
-        self.spent = stored.spent()
+        self.spent, self.delta = stored.spent(), stored.smallest_delta()
 
     def entered(self, client: int) -> ClientState:
         """The state that a message of this setup meets; a setup that contradicts what was told before is refused."""
@@ -164,11 +165,11 @@ class AppMemory:
             raise ProtocolError("an evaluation was asked for of a model that is not here")
         return known.state.held, known.base + known.state.held.version
 
-    def keep(self, state: ClientState) -> None:
-        """Have a state on disk, and book what it has spent; `state.spent` is of this run alone."""
+    def keep(self, state: ClientState, *, delta: float) -> None:
+        """Have a state on disk, and book what it has spent, at the run's δ; `state.spent` is of this run alone."""
         more = state.spent - self._here
         with written(self._folder):
-            self._stored.spend(more)  # first: a kill in between costs, and is never for free
+            self._stored.spend(more, delta=delta)  # first: a kill in between costs, and is never for free
             self._stored.keep(
                 self._name, Remembered(state, self._setup.attempt, self._setup.digest(), self._setup.start)
             )

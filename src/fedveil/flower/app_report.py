@@ -60,6 +60,8 @@ _EVALUATED = replace(
     _BEHIND, field="evaluation.behind", what="what stands in an evaluation: figures, times the number of examples"
 )
 _PUBLIC = Release("app.arrays", "server", ("clients",), "the public arrays that the model begins with")
+ANY = "*"
+"""Any of an app's figures, in the name of a release: which they are is known once they are there."""
 _ENVELOPE = ("setup.settings", "setup.run", "flower.envelope", "flower.group")
 _OWN = (
     Release("app.config", "server", ("clients",), "the strategy's own configuration"),
@@ -72,7 +74,7 @@ def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, av
     `judged` says whether evaluations were averaged."""
     job, journal, rounds = course.job, course.journal, course.state.round
     shown = tuple(
-        Release(field, "client", ("server",), f"what the app calls {name!r}, as it is", about=_about(name, weighted_by))
+        Release(field, "client", ("server",), _shown(name), about=_about(name, weighted_by))
         for field, name in ((field, field.partition(".")[2]) for field in sorted(uncovered))
     )
     names = (Release("header.names", "client", ("server",), "what its metrics are called"),) if averaged else ()
@@ -97,6 +99,14 @@ def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, av
     releases = (*job.scheme.releases(job.architecture), *carried, *_OWN, *held, *names, *shown)
     return ledger_of(
         job.scheme, releases, journal.accountant, journal.first, simulation=False, rounds=rounds, notes=notes
+    )
+
+
+def _shown(name: str) -> str:
+    return (
+        "every single number that the app reports, as it is"
+        if name == ANY
+        else f"what the app calls {name!r}, as it is"
     )
 
 
@@ -141,8 +151,10 @@ Memory = dict[str, Any]
 class AppProgress:
     """After `round` rounds: the model, and the strategy's memory by attribute (a dictionary or a list of arrays).
 
-    `nodes` are the clients by number, and `uncovered` the figures that have left as they were. Where clients hold the
-    model there are no arrays, and `standing` says how they come to its last version.
+    `nodes` are the clients by number. Of all attempts together: `uncovered` are the figures that have left as they
+    were, or may have, `averaged` says whether any left under masks, and `judged` whether those of evaluations did;
+    `kept` are settings that no attempt may change. Where clients hold the model there are no arrays, and `standing`
+    says how they come to its last version.
     """
 
     round: int
@@ -151,6 +163,9 @@ class AppProgress:
     nodes: tuple[int, ...] = ()
     uncovered: tuple[str, ...] = ()
     standing: Standing[AppSetup] | None = None
+    averaged: bool = False
+    judged: bool = False
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -159,12 +174,11 @@ class AppProgress:
         *,
         round: int,
         nodes: Sequence[int],
-        uncovered: Iterable[str],
         standing: Standing[AppSetup] | None = None,
     ) -> AppProgress:
-        """What is to be kept of a run."""
+        """How far a run has come."""
         kept = {name: getattr(strategy, name) for name in _REMEMBERED if getattr(strategy, name, None) is not None}
-        return AppProgress(round, arrays, kept, tuple(nodes), tuple(uncovered), standing)
+        return AppProgress(round, arrays, kept, tuple(nodes), standing=standing)
 
     def give_back(self, strategy: Strategy) -> None:
         """Let a strategy go on where it was."""
@@ -180,6 +194,9 @@ class AppProgress:
             "memory": {},
             "nodes": [str(node) for node in self.nodes],
             "uncovered": list(self.uncovered),
+            "averaged": self.averaged,
+            "judged": self.judged,
+            "kept": dict(self.kept),
         }
         for name, value in self.memory.items():
             listed = not isinstance(value, Mapping)
@@ -192,7 +209,7 @@ class AppProgress:
 
     @staticmethod
     def read(path: Path) -> AppProgress | None:
-        """What was kept; None where no round has ended yet."""
+        """What was kept; None where nobody was asked yet."""
 
         def kept(facts: dict[str, Any], parts: dict[str, bytes]) -> AppProgress:
             memory: Memory = {}
@@ -204,7 +221,8 @@ class AppProgress:
             nodes, uncovered = tuple(map(int, facts["nodes"])), tuple(map(str, facts["uncovered"]))
             arrays = _restored(facts["arrays"], "arrays", parts)
             standing = Standing.found_in(facts, parts, AppSetup.parse) if "setup" in facts else None
-            return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered, standing)
+            said = (bool(facts.get("averaged", False)), bool(facts.get("judged", False)), dict(facts.get("kept", {})))
+            return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered, standing, *said)
 
         return read_progress(path, kept, damaged="the run cannot be resumed from it.")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +40,22 @@ _MOST_TEXT = 1 << 14
 _MOST_CLIENTS = 10_000
 _MOST_ROUNDS = 100_000
 _MOST_DRAWN = 20_000_000
+
+
+def checked_number(name: str, value: object, *, positive: bool = False) -> float:
+    """An argument that is a number; anything else is refused by its name."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a number (got {value!r}).")
+    if positive and not value > 0:
+        raise ConfigError(f"{name} must be positive (got {value:g}).")
+    return float(value)
+
+
+def checked_path(name: str, value: str | Path | None) -> Path | None:
+    """An argument that is a path, or nothing."""
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name} must be a path (got {value!r}).")
+    return None if value is None else Path(value)
 
 
 def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohort: int, rounds: int) -> RunConfig:
@@ -88,8 +106,10 @@ class Step:
     @staticmethod
     def of(strategy: object) -> Step:
         """The step of one of those strategies, by its attributes."""
-        name = type(strategy).__name__
-        return Step(name, {number: float(getattr(strategy, number)) for number in _STEPS[name]})
+        name, numbers = type(strategy).__name__, {}
+        for number in _STEPS[type(strategy).__name__]:
+            numbers[number] = checked_number(f"{number} of {name}", getattr(strategy, number))
+        return Step(name, numbers)
 
     @property
     def remembers(self) -> int:
@@ -271,6 +291,7 @@ def no_model() -> tuple[Architecture, Weights]:
 Reals = NDArray[np.float64]
 _NUMBERS = "fiub"
 _MOST_NAMES = 64
+MOST_EXAMPLES = 2.0**28
 _SUPERLINK = 1
 """The number of the node from which messages come, in Flower."""
 

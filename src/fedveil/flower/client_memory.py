@@ -170,10 +170,16 @@ class Memory:
         stored = self._read("spent", _SPENT)
         return 0.0 if stored is None else float(unpack(stored.content)[0]["spent"])
 
-    def spend(self, more: float) -> None:
-        """Add to what was spent in all runs together."""
+    def smallest_delta(self) -> float:
+        """The smallest δ of the runs in which it was spent; 1 where none has named any."""
+        stored = self._read("spent", _SPENT)
+        return 1.0 if stored is None else float(unpack(stored.content)[0].get("delta", 1.0))
+
+    def spend(self, more: float, *, delta: float = 1.0) -> None:
+        """Add to what was spent in all runs together, in one whose target has this δ."""
         if more > 0:
-            self._write("spent", _SPENT, pack({"spent": self.spent() + more}, {}))
+            facts = {"spent": self.spent() + more, "delta": min(self.smallest_delta(), delta)}
+            self._write("spent", _SPENT, pack(facts, {}))
 
     def runs(self) -> dict[str, float]:
         """When something was last written of each run that is remembered, by the file system's clock."""

@@ -31,10 +31,20 @@ from torch import Tensor
 
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.app_memory import folder_of, held, written
-from fedveil.flower.app_setup import AppModel, figures_alone, metric_record, only_arrays, only_metrics, update_between
+from fedveil.flower.app_setup import (
+    AppModel,
+    checked_number,
+    checked_path,
+    figures_alone,
+    metric_record,
+    only_arrays,
+    only_metrics,
+    update_between,
+)
 from fedveil.flower.messages import TEXTS
 from fedveil.flower.mod import called
 from fedveil.ledger.gaussian import delta_of, epsilon_of
+from fedveil.plain import whole
 from fedveil.runs.folder import write_atomically
 from fedveil.uplink.grid import add_noise, grid_of
 from fedveil.uplink.noise_plan import NoisePlan, Target
@@ -69,8 +79,11 @@ def local_dp(*, epsilon: float, clip: float, rounds: int, delta: float = 1e-5, h
     Raises:
         ConfigError: A number that cannot be.
     """
-    check_bound(clip)
-    return _LocalDp(Target(epsilon, delta, rounds, rounds), clip, None if home is None else Path(home))
+    bound, numbers = checked_number("clip", clip), (checked_number("epsilon", epsilon), checked_number("delta", delta))
+    if not whole(rounds):
+        raise ConfigError(f"rounds must be a whole number (got {rounds!r}).")
+    check_bound(bound)
+    return _LocalDp(Target(*numbers, rounds, rounds), bound, checked_path("home", home))
 
 
 class _LocalDp:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,12 +34,15 @@ from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unkno
 from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
 from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name, written
 from fedveil.flower.app_setup import (
+    MOST_EXAMPLES,
     AgreedApp,
     AppModel,
     AppSetup,
     FormError,
     Step,
     agreed_app,
+    checked_number,
+    checked_path,
     figures_alone,
     for_app,
     metric_record,
@@ -79,7 +83,6 @@ _APPS_OWN = ("metrics", "evaluation", "first")
 _OF_NOISE = ("epsilon", "delta", "clip")
 _ROUNDING = 1e-9
 MOST_NAME = 64
-_MOST_EXAMPLES = 2.0**28
 
 
 class AppError(FedVeilError):
@@ -128,16 +131,23 @@ def protect(
         The mod, for `ClientApp(mods=[…])`: first in the list, so that others see what the app sees.
 
     Raises:
-        ConfigError: A setting to require that does not exist, or days that cannot be.
+        ConfigError: A setting to require that does not exist, or an argument that is not what it should be.
     """
-    if not 0 < keep_days < math.inf:
-        raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
+    days = checked_number("keep_days, in days,", keep_days, positive=True)
+    if not isinstance(require or {}, Mapping):
+        raise ConfigError(f"require must name settings, like {{'scheme': ['secagg']}} (got {require!r}).")
+    if not isinstance(policy, (Policy, NoneType)):
+        raise ConfigError(
+            f"policy must be a fedveil.ledger.policy.Policy, like Policy(max_epsilon=3.0) (got {policy!r})."
+        )
+    if first is not None and not callable(first):
+        raise ConfigError(f"first must be a function that makes arrays from a context (got {first!r}).")
     known = {*(setting.name for setting in fields(RunConfig)), *_APPS_OWN}
     for name in require or {}:
         if name not in known:
             raise unknown_name("setting to require:", name, known)
-    own = _Own(first, None if models is None else Path(models), keep_days)
-    return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home), own)
+    own = _Own(first, checked_path("models", models), days)
+    return _Protection(read_required(require or {}, where="protect"), policy, checked_path("home", home), own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,15 +281,17 @@ class _Protection:
             role = self._role(agreed, asked, message, context, policy=policy, told=bound, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
-            before = memory.spent
+            before, plan = memory.spent, agreed.scheme.uplink.plan
+            delta = 1.0 if plan is None else plan.target.delta
             entered = own if policy is None or policy.max_epsilon is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
-                memory.keep(replace(state, spent=own.spent + more))
+                memory.keep(replace(state, spent=own.spent + more), delta=delta)
 
             def promised(state: ClientState) -> None:
-                self._afford(before + state.spent - entered.spent, agreed, folder)
+                if plan is not None:
+                    self._afford(before + state.spent - entered.spent, folder, delta=min(delta, memory.delta))
                 kept(state)
 
             private = {} if asked.private is None else {asked.client: asked.private}
@@ -335,12 +347,16 @@ class _Protection:
                 f'often as the server asks: allow it with protect(require={{{name!r}: ["pass", …]}}) if that is meant'
             )
 
-    def _afford(self, spent: float, agreed: AgreedApp, folder: Path) -> None:
-        """Refuse a round that would bring all runs of this node beyond the ε that is required of one."""
-        most, plan = _largest(self._require.get("epsilon")), agreed.scheme.uplink.plan
-        if most is None or plan is None:
+    def _afford(self, spent: float, folder: Path, *, delta: float) -> None:
+        """Refuse a round that would bring all runs of this node beyond the ε that is required of one.
+
+        At the largest δ that is required, or at the smallest of all runs: by a larger one, which a server may name, as
+        much noise is worth a smaller ε.
+        """
+        most = _largest(self._require.get("epsilon"))
+        if most is None:
             return
-        delta = plan.target.delta
+        delta = _largest(self._require.get("delta")) or delta
         reached = epsilon_of(math.sqrt(spent), delta)
         if reached > most * (1 + _ROUNDING):
             raise ProtocolError(
@@ -404,7 +420,7 @@ class _Protection:
         figures = only_metrics(reply.content) if reply.content.metric_records else {}
         weight = 1.0
         if agreed.work.clip is None:
-            weight = weight_in(figures, setup.weighted_by, most=_MOST_EXAMPLES)
+            weight = weight_in(figures, setup.weighted_by, most=MOST_EXAMPLES)
         if not bool(update.isfinite().all()):
             _LOG.warning("the app's update is not finite: it counts as no update in this round")
         averaged: list[str] = []

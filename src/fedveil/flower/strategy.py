@@ -19,17 +19,16 @@ Who takes part in a round follows from the epoch's beacon, which no server picks
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
@@ -57,16 +56,14 @@ from flwr.supercore import log
 
 from fedveil.errors import (
     CheckpointError,
-    Code,
     ConfigError,
-    ProtocolError,
     settings_as_arguments,
     spelled,
     unknown_name,
 )
-from fedveil.flower.app_engine import AppRound, Course, empty_state
+from fedveil.flower.app_engine import AppRound, AppRounds, Course, empty_state, named_alike
 from fedveil.flower.app_held import FIRST, First, NoModelError, form_digest, form_of
-from fedveil.flower.app_report import PROGRESS, AppProgress, app_ledger, going_on, written
+from fedveil.flower.app_report import ANY, PROGRESS, AppProgress, app_ledger, going_on, written
 from fedveil.flower.app_setup import (
     METRICS,
     AppModel,
@@ -74,16 +71,16 @@ from fedveil.flower.app_setup import (
     Metrics,
     Phase,
     Step,
+    checked_number,
+    checked_path,
     covered_by,
-    metric_record,
-    metrics_of,
-    only_arrays,
     settings_for,
     told_of,
 )
 from fedveil.flower.commands import Events
 from fedveil.flower.server_app import prune_beside
 from fedveil.ledger.statement import Ledger
+from fedveil.plain import whole
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
@@ -212,6 +209,17 @@ class Protected(Strategy):
         keep_days: float = 365.0,
         **options: Any,
     ) -> None:
+        if not isinstance(scheme, str):
+            raise ConfigError(f"scheme must be a name, like 'secagg' (got {scheme!r}).")
+        if clients is not None and (not whole(clients) or clients < 1):
+            raise ConfigError(f"clients must be a positive whole number (got {clients!r}).")
+        for name, value, known in (
+            ("metrics", metrics, METRICS),
+            ("evaluation", evaluation, METRICS),
+            ("first", first, FIRST),
+        ):
+            if value is not None and (not isinstance(value, str) or value not in known):
+                raise unknown_name(name, str(value), known)
         self._held = scheme in HELD
         with settings_as_arguments():
             covered = covered_by(scheme, options, clients)
@@ -222,27 +230,22 @@ class Protected(Strategy):
             step = step_of(strategy, evaluation) if self._held else Step()
         if first is not None and not self._held:
             raise ConfigError(f"first says whose first model clients hold, and under {scheme} the server holds it.")
-        if first is not None and first not in FIRST:
-            raise unknown_name("first", first, FIRST)
-        for name, value in (("metrics", metrics), ("evaluation", evaluation)):
-            if value is not None and value not in METRICS:
-                raise unknown_name(name, value, METRICS)
         # Evaluations of a model that clients hold have masks of their own, and the ledger names what is averaged.
         if "average" in (metrics, None if self._held else evaluation) and covered != "average":
             raise ConfigError(
                 f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
                 "'pass', which sends everybody's uncovered."
             )
-        if not 0 < keep_days < math.inf:
-            raise ConfigError(f"keep_days must be a positive number of days (got {keep_days}).")
         if resume and out is None:
             raise ConfigError("resume goes on with the run in a folder: give it, out=….")
         self.strategy = strategy
         self._scheme, self._options, self._clients = scheme, options, clients
         self._metrics: Metrics = metrics or covered
         self._evaluation: Metrics = evaluation or covered
-        self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
-        self._resume, self._deadline, self._keep_days = resume, deadline, keep_days
+        given = checked_path("out", out)
+        self._folder = None if given is None else RunFolder(given.resolve(), engine=ENGINE)
+        self._deadline = None if deadline is None else checked_number("deadline, in seconds,", deadline, positive=True)
+        self._resume, self._keep_days = resume, checked_number("keep_days, in days,", keep_days, positive=True)
         self._first = (first or "server") if self._held else ""
         self._step = step
         self._notes = _Notes(self._folder)
@@ -271,7 +274,10 @@ class Protected(Strategy):
             raise NoModelError(
                 "evaluate_fn is given the model", "leave it out, and have clients evaluate (fraction_evaluate)"
             )
-        run = self._run = self._begun(grid, initial_arrays, num_rounds, self._deadline or timeout)
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ConfigError(f"initial_arrays must be an ArrayRecord (got {type(initial_arrays).__name__}).")
+        deadline = self._deadline or checked_number("timeout, in seconds,", timeout, positive=True)
+        run = self._run = self._begun(grid, initial_arrays, num_rounds, deadline)
         before, arrays = run.before, run.arrays
         if before >= num_rounds:
             self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
@@ -334,6 +340,8 @@ class Protected(Strategy):
         if self._evaluation == "drop":
             return []
         messages = list(self.strategy.configure_evaluate(server_round + run.before, arrays, config, grid))
+        if self._evaluation == "pass" and messages:
+            run.leaves(f"evaluate.{ANY}")
         if self._evaluation == "pass" or not messages:
             return messages
         judge = run.evaluation()
@@ -347,12 +355,8 @@ class Protected(Strategy):
         run = self._running
         number = server_round + run.before
         if self._evaluation == "pass":
-            answers = list(replies)
-            for reply in answers:
-                if reply.has_content():
-                    for record in reply.content.metric_records.values():
-                        run.uncovered.update(f"evaluate.{name}" for name in metrics_of(record))
-            run.write()
+            answers, names = named_alike(list(replies), self._weighted_by)
+            run.leaves(*(f"evaluate.{name}" for name in names))
             return self.strategy.aggregate_evaluate(number, answers)
         if run.judged is None or run.judged.update is None or run.judge is None:
             return None
@@ -395,6 +399,7 @@ class Protected(Strategy):
                         "those it was started with."
                     )
                 progress = self._progress()
+                self._check_kept({} if progress is None else progress.kept)
                 if progress is None and (reached := folder.reached()):
                     raise CheckpointError(
                         f"{folder.path / PROGRESS} is gone, which says how far the run came in {reached} rounds: it "
@@ -402,7 +407,10 @@ class Protected(Strategy):
                     )
                 attempt = folder.resume(config)
             else:
-                folder.start(config)
+                try:
+                    folder.start(config)
+                except OSError as reason:
+                    raise ConfigError(f"out={str(folder.path)!r} cannot be used: {reason.strerror}.") from reason
             lineage = folder.lineage
             prune_beside(folder, days=self._keep_days, engine=ENGINE, going_on=going_on)
         arrays, standing = initial, None if progress is None else progress.standing
@@ -425,7 +433,7 @@ class Protected(Strategy):
             settings=told_of(config),
             size=size,
             metrics=self._metrics,
-            weighted_by=str(getattr(self.strategy, "weighted_by_key", "num-examples")),
+            weighted_by=self._weighted_by,
             form=form_digest(initial) if self._held else "",
             first=self._first,
             start=0 if standing is None else standing.reached,
@@ -447,6 +455,19 @@ class Protected(Strategy):
             sized=self._sized,
         )
 
+    @property
+    def _weighted_by(self) -> str:
+        return str(getattr(self.strategy, "weighted_by_key", "num-examples"))
+
+    def _check_kept(self, kept: Mapping[str, str]) -> None:
+        """Refuse to go on with other settings than a run's ledger has spoken of."""
+        for name, now in (("first", self._first), ("weighted_by_key", self._weighted_by)):
+            if kept.get(name, now) != now:
+                raise CheckpointError(
+                    f"The run that is resumed was started with {name} = {kept[name]!r} and has {now!r} now: resume it "
+                    "with what it was started with."
+                )
+
     def _progress(self) -> AppProgress | None:
         return None if self._folder is None or not self._resume else AppProgress.read(self._folder.path / PROGRESS)
 
@@ -463,65 +484,6 @@ class Protected(Strategy):
         share = getattr(self.strategy, f"fraction_{phase}", 1.0)
         least = getattr(self.strategy, f"min_{phase}_nodes", 1)
         return min(max(int(clients * share), least, fewest(self._scheme)), clients)
-
-
-class _Rounds:
-    """A course of the protocol behind one kind of the strategy's messages."""
-
-    def __init__(self, course: Course, setup: AppSetup) -> None:
-        self.course, self._setup = course, setup
-        self._begun = False
-        self.model: AppModel
-        self._sent: Message
-
-    def round(self, messages: list[Message]) -> AppRound | None:
-        """Carry the strategy's messages to this round's clients."""
-        self._sent = messages[0]
-        same = only_arrays(self._sent.content)
-        if not self._setup.form:
-            self.model = AppModel.read(same)
-        for message in messages[1:]:
-            other = only_arrays(message.content)
-            numbers = other is not same and not self._setup.form
-            if numbers and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
-                raise ConfigError("The strategy sends clients different models: their updates have no common mean.")
-            if message.content.config_records != self._sent.content.config_records:
-                raise ConfigError(
-                    "The strategy sends nodes configurations of their own: who is asked follows from everybody's "
-                    "random numbers, so that every client must be sent the same."
-                )
-        outgoing = dict.fromkeys(self.course.engine.nodes, self._sent.content)
-        done = self.course.round(outgoing, kind=self._sent.metadata.message_type)
-        if done is None:
-            text = f"no further {self._setup.phase} rounds: {self.course.stopped}"
-            if not self._begun:
-                again = " again" if self._setup.attempt else ""
-                raise ProtocolError(f"The run cannot start{again}: {self.course.stopped}.")
-            log(WARNING, "FedVeil: %s", text)
-            return done
-        self._begun = True
-        for client, refusal in done.done.gathered.refused.items():
-            if refusal.code is Code.SPOILT:
-                log(WARNING, "FedVeil: client %d (node %d): %s", client, self.course.engine.nodes[client], refusal)
-        if done.done.failed:
-            log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
-        if done.cut:
-            log(
-                WARNING,
-                "FedVeil: %s round %d: numbers beyond value_range were cut off, of clients with %.3g of its weight",
-                *(self._setup.phase, done.done.round + 1, done.cut),
-            )
-        return done
-
-    def replies(self, brought: AppRound, *, arrays: ArrayRecord | None) -> list[Message]:
-        """What the strategy is handed: replies that all hold the mean, one for everybody's own figures or one alone."""
-        key = self._setup.weighted_by
-        weight: float = int(brought.weight) if brought.weight.is_integer() else brought.weight
-        figures = [{key: weight, **brought.averages}]
-        if self._setup.metrics == "pass":
-            figures = [{key: 1, **own} for own in brought.figures.values()]
-        models = {} if arrays is None else {"arrays": arrays}
-        return [Message(RecordDict({**models, "metrics": metric_record(own)}), reply_to=self._sent) for own in figures]
 
 
 class _Run:
@@ -562,14 +524,22 @@ class _Run:
             standing=None if progress is None else progress.standing,
         )
         self._held, self._public = course.agreed.work.held, public
-        self.train = _Rounds(course, setup)
+        self.train = AppRounds(course, setup)
         if self._held:
             course.take_up(arrays)
-        self.judge: _Rounds | None = None
+        self.judge: AppRounds | None = None
         self.latest: AppRound | None = None
         self.judged: AppRound | None = None
-        self.uncovered = set(() if progress is None else progress.uncovered)
-        """Figures that have left as they were, by the names of their releases."""
+        # Written before anybody is asked, and without a standing: where clients hold the model, it begins anew.
+        said = progress or AppProgress.of(strategy, ArrayRecord() if self._held else arrays, round=0, nodes=nodes)
+        passing = [f"metrics.{ANY}"] if setup.metrics == "pass" else []
+        self._progress = dataclasses.replace(
+            said,
+            uncovered=tuple(sorted({*said.uncovered, *passing})),
+            averaged=said.averaged or setup.metrics == "average",
+            kept={"first": setup.first, "weighted_by_key": setup.weighted_by},
+        )
+        self._store()
         self._outcome = Outcome(state, course.journal)
         account = course.journal.accountant
         if account is not None and setup.attempt and (progress is None or list(progress.nodes) != nodes):
@@ -602,9 +572,11 @@ class _Run:
         if self._held:
             self.train.course.finish(self.arrays)
 
-    def evaluation(self) -> _Rounds:
+    def evaluation(self) -> AppRounds:
         """The course of the evaluations, whose clients agree on keys of their own."""
         if self.judge is None:
+            self._progress = dataclasses.replace(self._progress, averaged=True, judged=True)
+            self._store()
             clients = len(self._nodes)
             settings, size = dict(self._setup.settings), self._sized("evaluate", clients)
             settings.pop("cohort", None)
@@ -617,7 +589,7 @@ class _Run:
             course = Course(
                 self._grid, setup, nodes=self._nodes, deadline=self._deadline, events=self._notes, state=state
             )
-            self.judge = _Rounds(course, setup)
+            self.judge = AppRounds(course, setup)
         return self.judge
 
     def keep(self, brought: AppRound, arrays: ArrayRecord | None, metrics: MetricRecord | None) -> None:
@@ -641,34 +613,44 @@ class _Run:
             row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
         self._outcome.rows.append(row)
         self.arrays = arrays or self.arrays
-        if self._setup.metrics == "pass":
-            self.uncovered.update(f"metrics.{name}" for own in brought.figures.values() for name in own)
         if self._folder is not None:
             self._folder.append_metrics(row)
         self.write()
+        if self._setup.metrics == "pass":
+            self.leaves(*(f"metrics.{name}" for own in brought.figures.values() for name in own))
 
     def write(self) -> None:
         """Write down what the run would go on with."""
+        now = AppProgress.of(
+            self._strategy,
+            ArrayRecord() if self._held else self.arrays,
+            round=self.train.course.state.round,
+            nodes=self._nodes,
+            standing=self.train.course.standing,
+        )
+        said = {name: getattr(self._progress, name) for name in ("uncovered", "averaged", "judged", "kept")}
+        self._progress = dataclasses.replace(now, **said)
+        self._store()
+
+    def leaves(self, *releases: str) -> None:
+        """Have it on disk that figures leave as they are, by the names of their releases, before they do."""
+        if not {*releases} <= {*self._progress.uncovered}:
+            left = tuple(sorted({*self._progress.uncovered, *releases}))
+            self._progress = dataclasses.replace(self._progress, uncovered=left)
+            self._store()
+
+    def _store(self) -> None:
         if self._folder is not None:
-            now, left = self.train.course.state.round, sorted(self.uncovered)
-            progress = AppProgress.of(
-                self._strategy,
-                ArrayRecord() if self._held else self.arrays,
-                round=now,
-                nodes=self._nodes,
-                uncovered=left,
-                standing=self.train.course.standing,
-            )
-            progress.write(self._folder.path / PROGRESS)
+            self._progress.write(self._folder.path / PROGRESS)
 
     def ledger(self) -> Ledger:
         """What is proven of the rounds so far."""
         return app_ledger(
             self.train.course,
-            self.uncovered,
+            self._progress.uncovered,
             weighted_by=self._setup.weighted_by,
-            averaged=self._setup.metrics == "average" or self.judge is not None,
-            judged=self.judge is not None,
+            averaged=self._progress.averaged,
+            judged=self._progress.judged,
         )
 
     def end(self, *, done: bool = False) -> None:

@@ -105,7 +105,7 @@ def read_required(given: Mapping[str, Any], *, where: str) -> dict[str, Accepted
                 raise ConfigError(f"{where}, [require]: {name} must be a value, a list, or {{ min = …, max = … }}.")
             required[name] = Between(**{known[end]: float(bound) for end, bound in value.items()})
         else:
-            required[name] = OneOf(tuple(value) if isinstance(value, list) else (value,))
+            required[name] = OneOf(tuple(value) if isinstance(value, (list, tuple)) else (value,))
     return required
 
 
