@@ -810,6 +810,20 @@ def test_a_resumed_run_has_in_its_ledger_what_earlier_attempts_have_sent(
     assert read_ledger(out).as_data() == strategy.ledger.as_data()
 
 
+def test_while_a_run_goes_on_no_ledger_of_an_earlier_attempt_stands_for_it(tmp_path: Path) -> None:
+    app, out, there = app_of([protect()]), tmp_path / "run", set[bool]()
+
+    def looking(message: Message, reply: Message) -> list[Message]:
+        there.add(RunFolder(out).ledger_file.exists())
+        return [reply]
+
+    for rounds in (1, 2):
+        strategy = protected(FedAvg(), out=out, resume=rounds > 1)
+        strategy.start(AppGrid(app, twist=looking), start_arrays(), num_rounds=rounds)
+        assert RunFolder(out).ledger_file.exists()
+    assert there == {False}
+
+
 def test_a_run_that_has_nothing_left_to_do_has_its_whole_ledger(tmp_path: Path) -> None:
     app, out = app_of([protect()]), tmp_path / "run"
     for resume in (False, True):

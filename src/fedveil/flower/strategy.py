@@ -283,6 +283,8 @@ class Protected(Strategy):
             self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
             run.release()
             return Result() if self._held else Result(arrays=arrays)
+        if self._folder is not None:  # what an earlier attempt has left says nothing of this one
+            self._folder.ledger_file.unlink(missing_ok=True)
         judged = None
         if evaluate_fn is not None:
 
