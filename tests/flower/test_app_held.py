@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedPro
 from safetensors.numpy import load_file
 
 from fedveil.client_held import group
+from fedveil.client_held.client import Keeper
 from fedveil.client_held.group import Founded
 from fedveil.client_held.messages import Divide, Finish
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
@@ -512,6 +513,37 @@ def test_a_node_that_has_lost_its_folder_is_lent_the_model_by_others(tmp_path: P
     (tmp_path / "node-1").rename(tmp_path / "lost")
     padded(out=out, resume=True).start(grid_of(tmp_path), start_arrays(), 3)
     assert_everybody_has(plain_run(FedAvg(), 3).arrays, tmp_path)
+
+
+def test_nobody_is_put_out_of_a_resumed_run_for_a_false_model_that_it_was_lent_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masks are bound to another model than everybody else's: it is lent one anew, and the run ends with all."""
+    lend, lied, lost, out = Keeper.lend, list[int](), lost_where(("Begin", 2, 3)), tmp_path / "run"
+
+    def falsely(self: Any, state: Any) -> Any:
+        if state.client == 0 and not lied:
+            lied.append(0)
+            held = self.held(state)
+            weights = replace(held.weights, parameters=held.weights.parameters + 0.25)
+            state = replace(state, held=replace(held, weights=weights))
+        return lend(self, state)
+
+    def killed(message: Message, reply: Message) -> list[Message]:
+        if kind_of(message) == ("Begin", 4) and message.metadata.message_type == "train":
+            raise _KilledError
+        return lost(message, reply)
+
+    monkeypatch.setattr(Keeper, "lend", falsely)
+    with pytest.raises(_KilledError):
+        padded(out=out).start(grid_of(tmp_path, twist=killed), start_arrays(), 6)
+    assert lied
+    padded(out=out, resume=True).start(grid_of(tmp_path), start_arrays(), 6)
+    rows = list(RunFolder(out).metrics())
+    assert [row["round"] for row in rows if "failed" in row] == [4]
+    assert not any("takes no further part" in text for row in rows for text in row.get("refused", {}).values())
+    assert rows[-1]["clients"] == 5
+    assert_everybody_has_the_same(tmp_path)
 
 
 def test_a_run_is_resumed_with_a_model_of_its_own_form_or_not_at_all(tmp_path: Path) -> None:

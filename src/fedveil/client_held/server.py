@@ -57,6 +57,7 @@ from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import Tally
 
 _LENDERS_TRIED = 3
+_FEWEST_WITNESSES = 3
 _BEHIND = -1
 
 
@@ -98,6 +99,8 @@ class RelayRole(Conductor):
         self._borrowed: dict[int, int] = {}
         self._worked_on_loans: dict[int, int] = {}
         self._quarrels: dict[int, set[int]] = {}
+        # What a client brings along into a resumed run may have been lent to it in an earlier attempt.
+        self._brought: set[int] = set(range(run["cohort"].clients)) if state.attempt else set()
         # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
         values = architecture.skeleton.state_dict().values()
         self._largest_loan = 32 * sum(tensor.numel() for tensor in values) + (1 << 20)
@@ -176,7 +179,7 @@ class RelayRole(Conductor):
             heard.name(self._given_up())
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
-            self._unreadable = set()
+            self._unreadable, self._brought = set(), set()
             self._worked_on_loans, self._borrowed = self._borrowed, {}
         yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
 
@@ -190,6 +193,8 @@ class RelayRole(Conductor):
             return {}
         holding = [client for client, version in self._holding.items() if version == self._version]
         moved = [client for client in holding if client not in self._borrowed]
+        if len(self._unreadable & self._informed) < _FEWEST_WITNESSES:
+            moved = []  # two that lie are most of three
         self._take_back_loans(self._worked_on_loans | self._borrowed)
         self._latest, self._version, self._informed = None, self._version - 1, set()
         self._unreadable = set()
@@ -282,7 +287,8 @@ class RelayRole(Conductor):
 
     @contextmanager
     def _blaming(self, total: DividedSum | PaddedSum, heard: _Heard) -> Iterator[None]:
-        """Whoever keeps a sum from being opened is asked no more; but a lender may have lied to who works on its model.
+        """Whoever keeps a sum from being opened is asked no more; but a lender may have lied to who works on its model,
+        in an earlier attempt at the run, too: then it is lent another first.
 
         Who was lent it under other sums than the others know has other masks, and neither opens what the other deals.
         """
@@ -294,6 +300,10 @@ class RelayRole(Conductor):
                 self._quarrels.setdefault(client, set()).add(self._borrowed[client])
             quarrels = {client: len(self._quarrels.get(client, ())) for client in self._borrowed}
             guilty = [client for client in spoilers if quarrels.get(client, _LENDERS_TRIED) >= _LENDERS_TRIED]
+            deceived = self._brought.intersection(guilty)
+            guilty = [client for client in guilty if client not in deceived]
+            self._brought -= deceived
+            self._holding.update(dict.fromkeys(deceived, _BEHIND))
             self._take_back_loans(self._borrowed)
             heard.name(self._bar(guilty, "has dealt shares of its mask that cannot be opened"))
             raise

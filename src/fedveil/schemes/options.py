@@ -18,7 +18,7 @@ from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
 from fedveil.plain import list_of
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
-from fedveil.uplink.graph import COLLUSION, default_degree, threshold
+from fedveil.uplink.graph import COLLUSION, colluding, default_degree, threshold, withstood
 from fedveil.uplink.masked import Masked, Unmasking
 from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
@@ -376,6 +376,11 @@ def same_sums(cipher: OpenedByKey, value_range: float) -> SameSums:
     # Of a whole round, for the ledger; never below one half, as the smallest sum is of more than that.
     quorum = CiphersQuorum(max((near - absent - 1) / near, 0.5), cipher=cipher)
     collusion = max(cipher.collusion, COLLUSION)
+    if not withstood(clients, share=collusion, needed=quorum.of):
+        raise ConfigError(
+            f"Masks that open a cipher's sums do not withstand {colluding(clients, collusion)} of {clients} clients "
+            f"that side with the server: leave out {spelled('cover', 'masks')}, or lower {spelled('collusion')}."
+        )
     return SameSums(value_range, quorum=quorum, noise=cipher.plan, collusion=collusion, cipher=cipher)
 
 

@@ -123,7 +123,7 @@ class LweMasked(Masked):
         secret = np.frombuffer(stream.bytes(8 * self.dimension), dtype="<u8").astype(np.uint64)
         behind = numbers.astype(np.uint32)  # modulo 2³²
         behind += times_matrix(secret.astype(np.uint32), seed=context.graph_seed(), rows=len(behind))
-        state, masked = self.cover(state, secret, context, secrets=secrets)
+        state, masked = self.cover(state, secret, context, secrets=secrets, transcript=context.told)
         hidden = from_bytes(behind.astype("<u4").tobytes()).reshape(-1, WORD_BITS // 8)
         parts = (masked.payload, masked.holders, masked.lengths, masked.bundles, hidden)
         return state, LweUpload(state.client, context.round, context.attempt, *parts)
