@@ -53,7 +53,7 @@ def away(kind: type[Any], *clients: int) -> Callable[[Any, int], bool]:
     return lambda request, client: type(request) is kind and client in clients
 
 
-@pytest.mark.parametrize("settings", [{}, {"clients": 10}, {"clients": 10, "collusion": 0.3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"clients": 10}, {"clients": 10, "collusion": 0.2}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_under_masks_by_option_the_same_numbers_and_the_same_noise_are_summed(
     name: str, settings: dict[str, Any]
