@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.peers.environments import FOLDER, ROOT, interpreter, made, make
 
-_BESIDES = ("pytest", "hypothesis", "pyyaml", "hatchling", "editables")
+_BESIDES = ("pytest", "hypothesis", "pyyaml", "hatchling", "editables", "coincurve")
 _MINUTES = 15
 
 
