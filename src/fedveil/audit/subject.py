@@ -504,15 +504,18 @@ class Scene:
 
     def _steady(self, last: int) -> Subject:
         """That training, at the run's rate or at the first of smaller ones at which its numbers do not run away."""
-        for slower in _SLOWER:
+
+        def trained(slower: float) -> Subject:
             folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
+            return plainly_trained(self.run, folder / "record", round=last, slower=slower)
+
+        *first, slowest = _SLOWER
+        for slower in first:
             try:
-                return plainly_trained(self.run, folder / "record", round=last, slower=slower)
+                return trained(slower)
             except NumericError:
-                if slower == _SLOWER[-1]:
-                    raise
                 self.say("Without clipping it runs away at the run's rate: it is begun again at a smaller one.")
-        raise AssertionError
+        return trained(slowest)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from fedveil.crypto.functional import (
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, Refusal, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.caveats import RunFacts
-from fedveil.ledger.releases import Caveats, Cover, Release, Released
+from fedveil.ledger.releases import Caveats, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import Directory, from_bytes, to_bytes
@@ -67,7 +67,7 @@ from fedveil.tensors import Layout
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.grid import MOST_SHORT, SHORT_BITS, FixedPoint
 from fedveil.uplink.noise_plan import NoisePlan
-from fedveil.uplink.noised import add_residual, gridded
+from fedveil.uplink.noised import add_residual, gridded, noised_in_sum
 from fedveil.uplink.threshold import OpenedByKey
 
 if TYPE_CHECKING:
@@ -315,13 +315,7 @@ class FunctionalEncryption(OpenedByKey):
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything encrypted; what passes between server and authority is declared too."""
-        cover = Cover(
-            hiding="functional encryption: the server learns the sum",
-            noise="integer Gaussian, in the sum",
-            protection="noised",
-        )
-        covers = dict.fromkeys(layout.names, cover)
-        covers["weight"] = Cover(hiding="not sent: it was announced before", protection="masked")
+        covers = noised_in_sum(layout, "functional encryption: the server learns the sum")
         return (
             *releases_of(FunctionalUpload, sections=layout.names, covers=covers),
             *releases_of_all(SetupRound, RoundKeys, RoundKey, KeyFor, FunctionKeys),

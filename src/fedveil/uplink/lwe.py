@@ -31,7 +31,7 @@ from torch import Tensor
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.caveats import RunFacts
-from fedveil.ledger.releases import Caveats, Cover, Release, Released
+from fedveil.ledger.releases import Caveats, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -42,7 +42,7 @@ from fedveil.shapes import octets, words
 from fedveil.tensors import Layout
 from fedveil.uplink.grid import FINEST, FixedPoint
 from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
-from fedveil.uplink.noised import add_residual
+from fedveil.uplink.noised import add_residual, noised_in_sum
 from fedveil.uplink.unmasking import Evidence, MaskedSum, MaskedUpload, Revealed
 
 WORD_BITS = 32
@@ -144,13 +144,7 @@ class LweMasked(Masked):
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything behind errors that are the noise; what opens the masks of the secrets is declared too."""
-        cover = Cover(
-            hiding="masks by learning with errors: the server learns the sum",
-            noise="integer Gaussian, in the sum",
-            protection="noised",
-        )
-        covers = dict.fromkeys(layout.names, cover)
-        covers["weight"] = Cover(hiding="not sent: it was announced before", protection="masked")
+        covers = noised_in_sum(layout, "masks by learning with errors: the server learns the sum")
         return (
             *releases_of(LweUpload, sections=layout.names, covers=covers),
             *releases_of_all(*UNMASKING_MESSAGES, *((Evidence,) if self.unmask == "always" else ())),

@@ -285,15 +285,15 @@ class Masked(Uplink):
         self.fits(len(context.cohort), asked=-(-context.asked // self.groups))
         if context.directory is None:
             return
-        epoch, size = context.directory.epoch, len(context.cohort)
+        epoch, size, present = context.directory.epoch, len(context.cohort), len(context.directory.present)
         if epoch.cohort.everybody and self.groups == 1:
             return  # nobody is left to chance: what fits is all there is to say
-        there = min(len(context.directory.present), self._there(size, epoch, len(context.directory.present)))
+        there = max(size, min(present, self._there(size, epoch, present)))
         draws = epoch.draws * self.groups
         claimed, _, _ = self._weakest(epoch.clients, epoch.size // self.groups, epoch.least if epoch.rate else 0, draws)
-        degree = self._graph_degree(size, epoch, len(context.directory.present))
+        degree = self._graph_degree(size, epoch, present)
         facts: GraphFacts = {"share": self.collusion, "needed": self.quorum.of, "draws": draws}
-        bits = surrounded_bits(size, of=max(there, size), degree=degree, asked=epoch.clients, **facts)
+        bits = surrounded_bits(size, of=there, degree=degree, asked=epoch.clients, **facts)
         if claimed >= LEAST_BITS and bits < (claimed if math.isinf(claimed) else LEAST_BITS):
             raise ConfigError(
                 f"Of {epoch.clients} clients {there} are there, {size} of them in this round, and "

@@ -72,6 +72,14 @@ def add_residual(
     add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
 
 
+def noised_in_sum(layout: Layout, hiding: str) -> dict[str, Cover]:
+    """What covers an upload whose noise is in its sum alone, and whose weight was announced."""
+    covers = dict.fromkeys(
+        layout.names, Cover(hiding=hiding, noise="integer Gaussian, in the sum", protection="noised")
+    )
+    return {**covers, "weight": Cover(hiding="not sent: it was announced before", protection="masked")}
+
+
 def pair_purpose(graph: str) -> str:
     """What a round's pair noise is drawn for: the cohort of this graph seed and no other.
 
