@@ -279,6 +279,21 @@ def test_a_child_that_outlives_the_worker_does_not_keep_its_lock(home: Path) -> 
         (home / "go-child").touch()
 
 
+def test_a_child_that_begins_after_the_worker_has_died_does_not_keep_its_lock(home: Path) -> None:
+    """A starved machine may run the child for the first time when its parent is gone."""
+    late = "import os, time; me = os.getpid(); orphaned = lambda: os.getppid() != me; "
+    late += "os.register_at_fork(after_in_child=lambda: all(time.sleep(0.01) is None for _ in iter(orphaned, True)))"
+    with changed(home, late) as first:
+        until(lambda: ping(home) is not None)
+        handed(home, b"fork")
+        first.kill()
+        first.wait()
+        try:
+            assert handed(home, b"echo:free", timeout=60.0) == b"free"
+        finally:
+            (home / "go-child").touch()
+
+
 def test_only_the_workers_own_user_may_stop_it(home: Path) -> None:
     """A courier's user may hand parcels over; ending the worker is not its business."""
     handed(home, b"pid")

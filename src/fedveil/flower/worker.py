@@ -242,12 +242,12 @@ def take_lock(home: Path) -> int | None:
         return None
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    worker = os.getpid()
+    inherited = [handle]
 
     def let_go() -> None:
-        # A forked child that outlives the worker would hold the lock for it. The child's own children have it no more.
-        if os.getppid() == worker:
-            os.close(handle)
+        # A forked child that outlives the worker would hold the lock for it. Its own children find the list empty.
+        if inherited:
+            os.close(inherited.pop())
 
     os.register_at_fork(after_in_child=let_go)
     return handle
