@@ -23,6 +23,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
 from fedveil.secrets import Guarded, OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout, all_in_range
+from fedveil.work.pooling import pool_swiftly
 
 
 class Source(Protocol):
@@ -168,6 +169,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.module = self.architecture.new_skeleton()
+        pool_swiftly(self.module)
         named = self.module.named_parameters()
         self.moving: list[Tensor] = [value for name, value in named if name not in self.architecture.frozen]
         self.vectorisable = True
@@ -176,7 +178,9 @@ class Workspace:
     @cached_property
     def functional(self) -> nn.Module:
         """A skeleton that torch.func can run."""
-        return self.architecture.new_skeleton(fused=False)
+        module = self.architecture.new_skeleton(fused=False)
+        pool_swiftly(module)
+        return module
 
 
 def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:

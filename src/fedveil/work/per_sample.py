@@ -29,6 +29,7 @@ from fedveil.tensors import plain_attention, vectorising
 from fedveil.work import vmapped
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
+from fedveil.work.pooling import pool_swiftly
 
 SAMPLES_ADDED = 128
 """So many samples are added by one product of matrices; their sums, pairwise."""
@@ -568,6 +569,7 @@ class PerSample:
             patches = any(parameter.device.type == "cuda" for parameter in self.module.parameters())
         self._slot = install(self.module, patches=patches)
         vmapped.install(self.module)
+        pool_swiftly(self.module)
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}
 

@@ -24,13 +24,13 @@ def install(module: nn.Module) -> None:
             layer.__class__ = _GroupNorm
 
 
-def _flat(value: Tensor, dim: int | None, size: int) -> Tensor:
+def flat(value: Tensor, dim: int | None, size: int) -> Tensor:
     """The samples of a batched tensor (batch first, then what each sees as its own batch) in a row."""
     whole = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
     return whole.flatten(0, 1)
 
 
-def _split(value: Tensor, size: int) -> Tensor:
+def split(value: Tensor, size: int) -> Tensor:
     """The samples' own batches back."""
     return value.reshape(size, -1, *value.shape[1:])
 
@@ -68,8 +68,8 @@ class _Normalise(torch.autograd.Function):
     def vmap(info: Any, dims: _Dims, x: Tensor, *parameters: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         _shared(*dims[1:])
         size = info.batch_size
-        made = _Normalise.apply(_flat(x, dims[0], size), *parameters)  # type: ignore[no-untyped-call]
-        return tuple(_split(part, size) for part in made), (0, 0, 0)
+        made = _Normalise.apply(flat(x, dims[0], size), *parameters)  # type: ignore[no-untyped-call]
+        return tuple(split(part, size) for part in made), (0, 0, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,12 +93,12 @@ class _NormaliseBack(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         _shared(dims[2])
         size = info.batch_size
-        flat, inputs, means, factors = (
-            _flat(value, dim, size) for value, dim in zip((grad, x, mean, invstd), (*dims[:2], *dims[3:]), strict=True)
+        rows, inputs, means, factors = (
+            flat(value, dim, size) for value, dim in zip((grad, x, mean, invstd), (*dims[:2], *dims[3:]), strict=True)
         )
-        gx, gw, gb = _normalised_back(flat, inputs, weight, means, factors, each=True)
-        sums = (_split(part, size).sum(1) for part in (gw, gb))
-        return (_split(gx, size), *sums), (0, 0, 0)
+        gx, gw, gb = _normalised_back(rows, inputs, weight, means, factors, each=True)
+        sums = (split(part, size).sum(1) for part in (gw, gb))
+        return (split(gx, size), *sums), (0, 0, 0)
 
 
 def _normalised_back(
