@@ -73,7 +73,7 @@ class Hall:
         after, self.states[client] = self.states[client], before
         if isinstance(caught.value, UnreadableError):
             assert after.misread == before.misread + 1
-            after = replace(after, misread=before.misread)
+            after = replace(after, misread=before.misread, refused=before.refused)
             assert all(getattr(after, one.name) is getattr(before, one.name) for one in fields(before))
         else:
             assert after is before

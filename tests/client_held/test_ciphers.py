@@ -21,6 +21,7 @@ from fedveil.client_held.ciphers import Ciphertext, Ckks, PaddedSum, Pads
 from fedveil.client_held.messages import Divide, Divided
 from fedveil.crypto import ckks
 from fedveil.crypto.keys import add_mask
+from fedveil.crypto.linear_mac import MAC_WORDS
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -130,17 +131,17 @@ class Padded(Federation):
         """Take off an upload what the server and its allies know of it: own mask, pad, masks shared with allies."""
         own = self.secrets.stream("self mask", client, context.round, context.attempt).bytes(32)
         if self.pads.masks.unmask == "always":
-            add_mask(opened, own, subtract=True)
+            add_mask(opened, own, subtract=True, wide=MAC_WORDS)
         self.without_pad(opened, client, context)
         for ally in allies:
             pair = self.states[ally].ring().pair(client)
             seed = pair.seed(round=context.round, attempt=context.attempt, purpose=mask_purpose(context))
-            add_mask(opened, seed, subtract=client < ally)
+            add_mask(opened, seed, subtract=client < ally, wide=MAC_WORDS)
 
     def without_pad(self, opened: NDArray[np.uint64], client: int, context: RoundContext) -> None:
         if client in self.pads.padding(context):
             pad = self.group.seed(round=context.round, attempt=context.attempt, purpose=f"pad of {client}")
-            add_mask(opened, pad, subtract=True)
+            add_mask(opened, pad, subtract=True, wide=MAC_WORDS)
 
 
 def _member(state: ClientState, group: Group) -> ClientState:
@@ -177,7 +178,8 @@ def test_with_everybody_else_on_its_side_the_server_reads_an_upload_after_all() 
         opened = words(uploads[client]).copy()
         federation.off(opened, client, context, [one for one in federation.members if one != client])
         assert byte_p_value(opened) < 1e-12
-        assert np.array_equal(federation.pads.codec(context).decode(opened), vectors[client].numpy())
+        read = federation.pads.codec(context).decode(opened[MAC_WORDS:])
+        assert np.array_equal(read, vectors[client].numpy())
 
 
 # ---- the sum, in the hands of the server
@@ -203,7 +205,8 @@ def test_if_nobody_padded_the_server_would_read_the_sum(monkeypatch: pytest.Monk
     context, vectors = federation.context(), ramps(federation)
     _, total = federation.opened(federation.all_hidden(vectors, context), context)
     assert byte_p_value(word_sum(total)) < 1e-12
-    assert np.array_equal(federation.pads.codec(context).decode(word_sum(total)), sum(vectors.values()).numpy())  # type: ignore[union-attr]
+    read = federation.pads.codec(context).decode(word_sum(total)[MAC_WORDS:])
+    assert np.array_equal(read, sum(vectors.values()).numpy())  # type: ignore[union-attr]
 
 
 def passed_on(**how: Any) -> tuple[NDArray[np.uint64], HeldRun]:
@@ -262,25 +265,42 @@ def test_pads_of_other_rounds_attempts_clients_and_groups_share_nothing() -> Non
             assert_uniform(first - second)
 
 
+def test_of_uploads_with_one_sum_members_read_the_same_words_whoever_sent_what() -> None:
+    """Also of the code: carries of its own would tell one assignment from another."""
+    federation = Padded(5, length=50)
+    vectors = ramps(federation)
+    turned = {client: vectors[(client + 1) % 5] for client in vectors}
+    context = federation.context()
+    read = []
+    for sent in (vectors, turned):
+        one = Padded(5, length=50)
+        _, total = one.opened(one.all_hidden(sent, context), context)
+        read.append(one.pads.unpadded(one.group, total, range(5), context))
+    assert np.array_equal(*read)
+    values = federation.pads.codec(context).encode(sum(vectors.values()))  # type: ignore[arg-type]
+    assert np.array_equal(read[0][MAC_WORDS:], values)
+
+
 # ---- lists that are wrong
 
 
-def test_a_wrong_list_of_contributors_is_noticed_where_pads_do_not_come_off() -> None:
+def test_a_wrong_list_of_contributors_is_noticed() -> None:
     federation = Padded(7, length=300)
     context = federation.context()
     uploads = federation.all_hidden(ramps(federation), context)
     del uploads[1]
     _, total = federation.opened(uploads, context)
-    for wrong in ([0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [3, 4, 5, 6]):  # one pad too many, one too few, none
-        with pytest.raises(ProtocolError, match="the sum of round 1 is beyond what clients may send"):
+    # One pad too many, one too few, none; and the right pads, but not the right clients.
+    for wrong in ([0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [3, 4, 5, 6], [0, 2, 3, 4, 5]):
+        with pytest.raises(ProtocolError, match="the sum of round 1 is not what clients have sent"):
             federation.pads.read(federation.group, total, wrong, context)
     another = Group(RUN, bytes(32))
-    with pytest.raises(ProtocolError, match="a client has another group key"):
+    with pytest.raises(ProtocolError, match="a client has spoilt it or has another group key"):
         federation.pads.read(another, total, sorted(uploads), context)
     other_round = federation.context(2)
-    with pytest.raises(ProtocolError, match="the sum of round 2 is beyond"):
+    with pytest.raises(ProtocolError, match="the sum of round 2 is not what clients have sent"):
         federation.pads.read(federation.group, total, sorted(uploads), other_round)
-    for malformed in (total.double(), total[None], total.to(torch.uint8)):
+    for malformed in (total.double(), total[None], total.to(torch.uint8), total[:1]):
         with pytest.raises(ProtocolError, match="a padded sum is malformed"):
             federation.pads.read(federation.group, malformed, sorted(uploads), context)
 

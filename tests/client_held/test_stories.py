@@ -18,13 +18,15 @@ from torch import Tensor
 
 from client_held.relaying import Hall, watch_uploads
 from federation import job
+from fedveil.client_held import ciphers
 from fedveil.client_held import client as holder
 from fedveil.client_held import client as keeping
-from fedveil.client_held.ciphers import Pads, _pad_seed
+from fedveil.client_held.ciphers import Pads
 from fedveil.client_held.client import MOST_MISREAD, UnreadableError
 from fedveil.client_held.divided import _vote_key, divided
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
-from fedveil.crypto.keys import add_mask
+from fedveil.crypto.keys import add_mask, add_words
+from fedveil.crypto.linear_mac import MAC_WORDS, mac_words
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext
@@ -71,8 +73,11 @@ def pads(one: Hall) -> Pads:
     return cipher
 
 
-def added(uploads: Iterable[MaskedUpload]) -> NDArray[np.uint64]:
-    total: NDArray[np.uint64] = sum((words(one) for one in uploads), start=np.zeros((), dtype=np.uint64))
+def added(uploads: Iterable[MaskedUpload], *, wide: int = MAC_WORDS) -> NDArray[np.uint64]:
+    first, *others = (words(one) for one in uploads)
+    total = first.copy()
+    for other in others:
+        add_words(total, other, wide=wide)
     return total
 
 
@@ -100,6 +105,7 @@ class Outcomes:
         self.context = RoundContext(0, 0, tuple(range(7)), ring.known(), ring.beacon)
         pending = self.hall.states[BAD].pending
         assert pending is not None
+        self.before = self.hall.role._transcript(self.hall.states[BAD], pending)
         order = torch.argsort(pending.contribution[: self.size].abs(), stable=True)
         self.dead, self.big = order[: self.count].sort().values, order[-self.count :].sort().values
         own = self.hall.states[VICTIM].pending
@@ -115,8 +121,11 @@ class Outcomes:
         assert ballots is not None
         counts = np.zeros(self.size, dtype=np.uint64)
         counts[winners.numpy()] = 7
-        for client in ballots.padding(self.context.stage(0)):
-            add_mask(counts, _pad_seed(self.group, client, self.context.stage(0)))
+        stage = self.context.stage(0)
+        code = ciphers._code(self.group, range(7), stage, self.before, counts)
+        counts = np.concatenate([mac_words(code), counts])
+        for client in ballots.padding(stage):
+            add_mask(counts, ciphers._pad_seed(self.group, client, stage), wide=MAC_WORDS)
         return replace(request, counts=signed(counts))  # type: ignore[no-any-return]
 
     def replies(self) -> list[Divided]:
@@ -125,8 +134,8 @@ class Outcomes:
 
     def opened(self, total: Tensor) -> NDArray[np.uint64]:
         """The sum of the winners, pads off."""
-        found = pads(self.hall).read_words(self.group, total, range(7), self.context.stage(1))
-        return found[: self.count]
+        found = pads(self.hall).unpadded(self.group, total, range(7), self.context.stage(1))
+        return found[MAC_WORDS : MAC_WORDS + self.count]
 
     def error(self, opened: NDArray[np.uint64]) -> float:
         """How far what was read is from the victim's own numbers, relative to these."""
@@ -172,6 +181,26 @@ def test_after_different_outcomes_of_a_vote_nobody_takes_off_a_clients_own_mask(
     assert control.error(control.opened(aggregate.hidden)) < 0.1
 
 
+def test_who_was_told_another_outcome_reads_no_sum_that_it_is_left_out_of() -> None:
+    """Its weights would be others than everybody's, and nobody would notice: its masks cancelled in the next round."""
+    one = hall(parted(unmask="always"), Begin)
+    votes = [one.answer(client) for client in range(5)]
+    one.go_on(votes)
+    outcome: Any = one.ask.common
+    pool = torch.unique(torch.cat([vote.tags for vote in votes]), dim=0)
+    lost = torch.stack([tag for tag in pool if not (outcome.winners == tag).all(1).any()])
+    other = torch.unique(torch.cat([outcome.winners[1:], lost[:1]]), dim=0)
+    one.answer(4, replace(outcome, winners=other))
+    one.go_on([one.answer(client) for client in range(4)])  # as if its upload had not arrived
+    one.until(Begin, round=1) if not isinstance(one.ask.common, Begin) else None
+    begin: Any = one.ask.common
+    assert begin.latest.contributors.tolist() == [0, 1, 2, 3]
+    one.ask = replace(one.ask, each={})  # nor is it lent the model
+    one.answer(0)
+    with pytest.raises(UnreadableError, match="is not what clients have sent"):
+        one.answer(4, begin)
+
+
 # ---- different sums
 
 
@@ -180,13 +209,18 @@ def test_clients_that_were_told_different_sums_leave_a_uniform_sum(kind: str, mo
     """One unit in the last place of one number is difference enough."""
     how = {**WIDE, "unmask": "on-dropout"}
 
-    def opened(different: bool) -> NDArray[np.uint64]:
+    def opened(different: bool, *, authentic: bool = True) -> NDArray[np.uint64]:
+        """What holds besides, where sums that were changed are not noticed."""
         make = whole(**how) if kind == "uploads" else parted(**how, vote="histogram")
         one = hall(make, Begin, round=1)
         begin: Any = one.ask.common
         hidden = begin.latest.hidden.clone()
-        hidden[0] += 1
+        hidden[-1] += 1
         forged = replace(begin, latest=replace(begin.latest, hidden=hidden))
+        if different and authentic:
+            assert "it was changed on its way" in one.refusal(3, forged)
+            monkeypatch.setattr(ciphers, "_code", lambda *sent: 0)
+            return opened(different, authentic=False)
         replies = [one.answer(client, forged if different and client == 3 else begin) for client in range(5)]
         ring = one.states[0].ring()
         context = RoundContext(1, 0, tuple(range(5)), ring.known(), ring.beacon)
@@ -194,12 +228,12 @@ def test_clients_that_were_told_different_sums_leave_a_uniform_sum(kind: str, mo
         assert cipher is not None
         total = signed(added(one.hidden if kind == "uploads" else one for one in replies))
         stage = context.stage(1 if kind == "uploads" else 0)
-        return cipher.read_words(one.states[4].membership(), total, range(5), stage)
+        return cipher.unpadded(one.states[4].membership(), total, range(5), stage)
 
     assert byte_p_value(opened(different=False)) < 1e-12
     assert_uniform(opened(different=True))
     unbound(monkeypatch)
-    assert byte_p_value(opened(different=True)) < 1e-12
+    assert byte_p_value(opened(different=True, authentic=False)) < 1e-12
 
 
 # ---- the same round again, and different cohorts
@@ -276,7 +310,8 @@ def test_under_masks_alone_different_cohorts_leave_a_uniform_sum_too(
     one = Federation(12, Masked(unmask="on-dropout", degree=2), length=20_000)
     told = cornered(one.graph, lambda cohort: one.context(cohort=cohort))
     vectors = one.vectors()
-    total = added(one.upload(client, vectors[client], one.context(cohort=cohort)) for client, cohort in told.items())
+    uploads = (one.upload(client, vectors[client], one.context(cohort=cohort)) for client, cohort in told.items())
+    total = added(uploads, wide=0)
     if bound:
         assert_uniform(total)
     else:
@@ -303,15 +338,18 @@ def test_a_client_does_not_go_back_to_an_earlier_version_of_the_model() -> None:
 # ---- sums that cannot be read
 
 
-def unreadable(request: Any) -> Any:
-    return replace(request, latest=replace(request.latest, hidden=request.latest.hidden + (1 << 62)))
+def unreadable(request: Any, by: int = 1 << 62) -> Any:
+    return replace(request, latest=replace(request.latest, hidden=request.latest.hidden + by))
 
 
 def test_a_client_leaves_after_three_unreadable_sums_and_takes_part_in_a_new_run() -> None:
     """Every refusal tells whether some sum is in range; whoever has been put to sleep remembers how many it gave."""
     one = hall(whole(), Begin, round=1)
     begin: Any = one.ask.common
-    for request in (unreadable(begin), unreadable(Lend(1, begin.latest)), unreadable(Finish(1, begin.latest))):
+    lend, finish = Lend(1, begin.latest), Finish(1, begin.latest)
+    # One sum, however often and with whatever it is asked about it, is refused once.
+    again = [unreadable(request, by=1) for request in (begin, begin, lend, finish)]
+    for request in (*again, unreadable(lend, by=2), unreadable(finish, by=3)):
         with pytest.raises(UnreadableError, match="a sum cannot be read"):
             one.answer(2, request)
         one.states[2] = ClientState.unseal(one.states[2].seal(KEY), KEY)

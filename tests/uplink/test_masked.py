@@ -276,9 +276,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bool]]:
     used: list[tuple[bytes, bool]] = []
     true = stream.add_mask
 
-    def add_mask(total: NDArray[np.uint64], seed: bytes, *, subtract: bool = False) -> None:
+    def add_mask(total: NDArray[np.uint64], seed: bytes, *, subtract: bool = False, wide: int = 0) -> None:
         used.append((seed, subtract))
-        true(total, seed, subtract=subtract)
+        true(total, seed, subtract=subtract, wide=wide)
 
     monkeypatch.setattr(stream, "add_mask", add_mask)
     return used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Protocol
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fedveil.client_held.group import OpeningKeys
 from fedveil.crypto import ciphertexts, ckks
+from fedveil.crypto.linear_mac import MAC_WORDS, MODULUS, linear_mac, mac_words
 from fedveil.errors import ConfigError, ProtocolError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.caveats import RunFacts
@@ -29,7 +31,8 @@ from fedveil.uplink.grid import FixedPoint, check_value_range, saturated
 from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
 from fedveil.uplink.unmasking import MaskedSum, MaskedUpload
 
-_PAD = "pad"
+_PAD, _MAC = "pad", "mac"
+_NOTHING: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
 
 @message
@@ -91,16 +94,37 @@ class Cipher(OpeningKeys, Protocol):
         *,
         secrets: SecretSource,
         transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
     ) -> tuple[ClientState, Hidden]:
-        """Client side: cover a vector before it leaves; `transcript` is what others must have been told, too."""
+        """Client side: cover a vector before it leaves; `transcript` is what others must have been told, too.
+
+        `beside` are the words that travel openly with it, which a cipher that authenticates sums takes in as well.
+        """
         ...
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> HiddenSum:
         """Server side: where a round's hidden vectors are added."""
         ...
 
-    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
-        """Client side: the sum of what `contributors` of the round have hidden, in float64."""
+    def read(
+        self,
+        group: Group,
+        total: Tensor,
+        contributors: Sequence[int],
+        context: RoundContext,
+        *,
+        transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
+    ) -> Tensor:
+        """Client side: the sum of what `contributors` of the round have hidden, in float64.
+
+        `transcript` is what this client was told before it has hidden its own, `beside` the sum of what went openly.
+        """
+        ...
+
+    @property
+    def authentic(self) -> bool:
+        """Whether clients notice a sum that was changed on its way."""
         ...
 
     @property
@@ -133,6 +157,10 @@ class Pads(OpeningKeys):
     As many clients pad as it takes for one of them to be among any quorum of survivors: with a single
     padding client, a server could say that just this one did not arrive, and read the sum.
 
+    With every vector travels a code of it that adds up, under the same masks and pads, and of what is `beside` it
+    (`crypto/linear_mac.py`); of each contributor's there is something that only it adds. So members refuse sums that
+    are not those of the contributors named, whatever is hidden in them: what they refuse tells a server nothing.
+
     The last `bare` words have no pad: of those the server is to read the sum, and nothing else.
     """
 
@@ -141,6 +169,7 @@ class Pads(OpeningKeys):
 
     hiding = "masks modulo 2^64 that cancel in the sum, and pads that only clients can take off"
     with_client: ClassVar[Protection] = "masked"  # between honest clients they stay
+    authentic = True
 
     def prepare(self) -> None:
         """Nothing."""
@@ -171,11 +200,11 @@ class Pads(OpeningKeys):
         *,
         secrets: SecretSource,
         transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
     ) -> tuple[ClientState, Hidden]:
-        """Encode, pad, mask."""
-        return self.hide_words(
-            state, self.codec(context).encode(values), context, secrets=secrets, transcript=transcript
-        )
+        """Encode, authenticate, pad, mask."""
+        words = self.codec(context).encode(values)
+        return self.hide_words(state, words, context, secrets=secrets, transcript=transcript, beside=beside)
 
     def hide_words(
         self,
@@ -185,14 +214,17 @@ class Pads(OpeningKeys):
         *,
         secrets: SecretSource,
         transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
     ) -> tuple[ClientState, MaskedUpload]:
-        """Pad and mask integers, in place."""
+        """Authenticate, pad and mask integers."""
         from fedveil.crypto.keys import add_mask
 
         context.check_member(state.client)
+        code = _code(state.membership(), (state.client,), context, transcript, words, beside)
+        words = np.concatenate([mac_words(code), words])
         if state.client in self.padding(context):
-            add_mask(self._padded(words), _pad_seed(state.membership(), state.client, context))
-        return self.masks.cover(state, words, context, secrets=secrets, transcript=transcript)
+            add_mask(self._padded(words), _pad_seed(state.membership(), state.client, context), wide=MAC_WORDS)
+        return self.masks.cover(state, words, context, secrets=secrets, transcript=transcript, wide=MAC_WORDS)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Reveal shares of masks."""
@@ -200,30 +232,56 @@ class Pads(OpeningKeys):
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> PaddedSum:
         """A sum modulo 2⁶⁴ that stays padded."""
-        return PaddedSum(self.masks, self.masks.sum_of(length, context, codec=None, name="vote"), context)
+        masked = self.masks.sum_of(length + MAC_WORDS, context, codec=None, name="vote", wide=MAC_WORDS)
+        return PaddedSum(self.masks, masked, context)
 
-    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
-        """Take off the contributors' pads and decode."""
+    def read(
+        self,
+        group: Group,
+        total: Tensor,
+        contributors: Sequence[int],
+        context: RoundContext,
+        *,
+        transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
+    ) -> Tensor:
+        """Take off the contributors' pads, check, decode."""
         codec = self.codec(context)
-        words = self.read_words(group, total, contributors, context)
+        words = self.read_words(group, total, contributors, context, transcript=transcript, beside=beside)
         if not codec.plausible(words, addends=len(contributors)):
-            raise ProtocolError(
-                f"the sum of round {context.round // 2 + 1} is beyond what clients may send: its list of contributors "
-                "is wrong, or a client has another group key"
-            )
+            raise ProtocolError(f"the sum of round {context.round // 2 + 1} is beyond what clients may send")
         return torch.from_numpy(codec.decode(words))
 
     def read_words(
+        self,
+        group: Group,
+        total: Tensor,
+        contributors: Sequence[int],
+        context: RoundContext,
+        *,
+        transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
+    ) -> NDArray[np.uint64]:
+        """Take off the contributors' pads, and refuse what they have not sent, or not after this `transcript`."""
+        code, words = np.split(self.unpadded(group, total, contributors, context), [MAC_WORDS])
+        if not np.array_equal(code, mac_words(_code(group, contributors, context, transcript, words, beside))):
+            raise ProtocolError(
+                f"the sum of round {context.round // 2 + 1} is not what clients have sent: it was changed on its way, "
+                "its list of contributors is wrong, or a client has spoilt it or has another group key"
+            )
+        return words
+
+    def unpadded(
         self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext
     ) -> NDArray[np.uint64]:
-        """Take off the contributors' pads."""
+        """Take off the contributors' pads: the code, then the words that it is of."""
         from fedveil.crypto.keys import add_mask
 
-        if total.dtype != torch.int64 or total.dim() != 1:
+        if total.dtype != torch.int64 or total.dim() != 1 or len(total) < MAC_WORDS + self.bare:
             raise ProtocolError("a padded sum is malformed")
         words = total.cpu().numpy().copy().view(np.uint64)
         for client in sorted(set(self.padding(context)) & set(contributors)):
-            add_mask(self._padded(words), _pad_seed(group, client, context), subtract=True)
+            add_mask(self._padded(words), _pad_seed(group, client, context), subtract=True, wide=MAC_WORDS)
         return words
 
     def _padded(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -248,6 +306,20 @@ class Pads(OpeningKeys):
 
 def _pad_seed(group: Group, client: int, context: RoundContext) -> bytes:
     return group.seed(round=context.round, attempt=context.attempt, purpose=f"{_PAD} of {client}")
+
+
+def _code(
+    group: Group, clients: Sequence[int], context: RoundContext, transcript: bytes, *vectors: NDArray[np.uint64]
+) -> int:
+    """The code of what these clients of the round's cohort have sent in all, after they were told this."""
+    # The cohort is the server's word, and with it steps and pads.
+    told = hashlib.sha256(repr((sorted(context.cohort), transcript)).encode()).hexdigest()
+
+    def seed(what: str) -> bytes:
+        return group.seed(round=context.round, attempt=context.attempt, purpose=f"{what} among {told}")
+
+    own = sum(int.from_bytes(seed(f"{_MAC} of {client}")) for client in clients)
+    return (linear_mac(seed(_MAC), *vectors) + own) % MODULUS
 
 
 class PaddedSum:
@@ -306,6 +378,7 @@ class Ckks:
     masks = None
     hiding = "CKKS under a key that all clients share"
     with_client: ClassVar[Protection] = "open"  # every client holds the key
+    authentic = False  # its sums are approximate, and whoever adds can add what it likes
 
     def prepare(self) -> None:
         """Find the package, and start the processes that share its work."""
@@ -353,6 +426,7 @@ class Ckks:
         *,
         secrets: SecretSource,
         transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
     ) -> tuple[ClientState, Hidden]:
         """Encrypt; what is beyond the range is cut off."""
         key = ckks.SecretKey.from_bytes(state.membership().opening)
@@ -362,7 +436,16 @@ class Ckks:
         """A sum of ciphertexts."""
         return EncryptedSum(ckks.PublicKey.from_bytes(public), length)
 
-    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
+    def read(
+        self,
+        group: Group,
+        total: Tensor,
+        contributors: Sequence[int],
+        context: RoundContext,
+        *,
+        transcript: bytes = b"",
+        beside: NDArray[np.uint64] = _NOTHING,
+    ) -> Tensor:
         """Decrypt the sum, rounded to multiples of 2⁻²⁰."""
         if total.dtype != torch.uint8 or total.dim() != 1:
             raise ProtocolError("a sum of ciphertexts is malformed")

@@ -12,13 +12,14 @@ What it is asked, after it has introduced itself
 
 What it remembers besides (`ClientState`): `group`, which all clients share and the server does not; `held`, the model,
 its version and the transcript of the sums that made it; `pending`, its contribution to the round in work, until it has
-been uploaded, and then the winners, without which the next sums mean nothing; `misread`, how many sums it has refused.
+been uploaded, and then the winners, without which the next sums mean nothing; `misread`, how many sums it has refused,
+and `refused`, which was the last: to be asked again for the same tells nobody anything new, and counts once.
 
 What it refuses: to go back to an earlier version of the model, unless it was lent what it has; a stage again (a round
 has two, vote and upload, each answered once); a vote's outcome that names voters who were not asked, or too few; sums
-that do not open to numbers that clients could have sent (`Code.UNREADABLE`). Whether a sum can be read depends on what
-is hidden, so it says that three times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part
-answer by answer.
+that do not open to numbers that clients could have sent (`Code.UNREADABLE`). Under CKKS that depends on what is hidden,
+so it says so three times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part answer by
+answer. Under pads it tells that a sum was changed or spoilt, and no more.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MOST_MISREAD = 3
 
 
 class UnreadableError(ProtocolError):
-    """Sums that cannot be what clients sent. Whether they are depends on what is hidden, so a client says it rarely."""
+    """Sums that cannot be what clients sent. Under CKKS that depends on what is hidden, so a client says it rarely."""
 
     code = Code.UNREADABLE
 
@@ -122,7 +123,7 @@ class HolderRole(Participant):
                     answer = self._answer(state, request, data, private_too)
                 yield answer
             except UnreadableError as reason:
-                yield replace(state, misread=state.misread + 1), reason
+                yield _refusing(state, request), reason
             except FedVeilError as reason:
                 yield state, reason
         for together in ready.values():
@@ -130,7 +131,7 @@ class HolderRole(Participant):
 
     @staticmethod
     def _check_patience(state: ClientState, request: Request) -> None:
-        """Whether a sum can be read depends on what is hidden: a server must not learn that answer by answer."""
+        """Whether a sum can be read may depend on what is hidden: a server must not learn that answer by answer."""
         here = state.keys is not None and state.ran == state.keys.run
         if here and state.misread >= MOST_MISREAD and isinstance(request, (Begin, Divide, Lend, Finish)):
             raise ProtocolError(
@@ -236,7 +237,7 @@ class HolderRole(Participant):
             replace(state, pending=pending), context, self._terms, secrets=self._secrets, transcript=transcript
         )
         # From here on only the winners are needed, to put the sums together.
-        done = replace(pending, contribution=pending.contribution.new_empty(0))
+        done = replace(pending, contribution=pending.contribution.new_empty(0), transcript=transcript.hex())
         return replace(state, pending=done), reply
 
     def _answer(
@@ -274,7 +275,7 @@ class HolderRole(Participant):
         self._check_voters(state.client, context, request.voters.tolist())
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
-        winners = self._outcome(state, request, context)
+        winners = self._outcome(state, pending, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
         transcript = told_outcome(self._transcript(state, pending), request) if self._uplink.masks else b""
         return self._upload(state, context, replace(pending, winners=winners), transcript)
@@ -286,7 +287,7 @@ class HolderRole(Participant):
         self._uplink.fits(len(voters))
         self._policy.check_cohort(client, len(voters))
 
-    def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
+    def _outcome(self, state: ClientState, pending: Pending, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
         uplink, size = self._uplink, self._terms.divisible
         told = (state.membership().fingerprint(), state.cohort)
@@ -302,7 +303,8 @@ class HolderRole(Participant):
             if request.counts is None:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
             try:
-                winners = uplink.counted(request.counts, state.membership(), context, request.voters.tolist(), size)
+                voters, before = request.voters.tolist(), self._transcript(state, pending)
+                winners = uplink.counted(request.counts, state.membership(), context, voters, size, transcript=before)
             except ProtocolError as reason:
                 raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)
@@ -319,6 +321,17 @@ def _answering(state: ClientState, stage: RoundContext) -> ClientState:
         )
     assert stage.directory is not None
     return state.answering(stage.round, stage.attempt, run=run, epoch=stage.directory.epoch.number)
+
+
+def _refusing(state: ClientState, request: Request) -> ClientState:
+    """Count a sum that cannot be read."""
+    assert isinstance(request, (Begin, Divide, Lend, Finish))
+    if isinstance(request, Divide):
+        digest = told_outcome(b"", request).hex()
+    else:
+        assert request.latest is not None
+        digest = told_sums(b"", request.latest).hex()
+    return state if digest == state.refused else replace(state, misread=state.misread + 1, refused=digest)
 
 
 class Keeper:
@@ -402,7 +415,7 @@ class Keeper:
         if pending is None or pending.winners is None or (pending.round, pending.attempt) != which:
             raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
         try:
-            recovered = self._recovered(state, latest, pending.winners)
+            recovered = self._recovered(state, latest, pending)
         except (ProtocolError, ConfigError) as reason:
             raise UnreadableError(str(reason)) from reason
         weights, velocity = held.weights.clone(), held.velocity.clone()
@@ -412,20 +425,22 @@ class Keeper:
         self._moved = (latest, held, after)
         return after
 
-    def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
+    def _recovered(self, state: ClientState, latest: Aggregate, pending: Pending) -> Recovered:
         asked, contributors = tuple(latest.asked.tolist()), latest.contributors.tolist()
         if not contributors or not set(contributors) <= set(asked):
             raise ProtocolError("a round's sums name contributors that were not asked, or none")
         self._uplink.fits(len(contributors))
+        assert pending.winners is not None
         context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), state.ring().beacon)
         mean = self._uplink.mean(
             state.membership(),
             rest=latest.rest,
             hidden=latest.hidden,
-            winners=winners,
+            winners=pending.winners,
             context=context,
             contributors=contributors,
             terms=self._terms,
+            transcript=bytes.fromhex(pending.transcript),
         )
         sums = self._terms.layout.split(torch.cat([mean, mean.new_ones(1)]))
         values = sums["values"]

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.client_held.ciphers import Cipher, Pads
@@ -127,9 +128,11 @@ class Parallel(Channel):
         if partly and not (votes and self.ballots is None):
             assumed.append(caveats.IN_ANY_CASE)
         if self.cipher is not None:
-            assumed += [*self.cipher.assumptions(run), caveats.UNCHANGED, caveats.LENDERS]
+            unchanged = () if self.cipher.authentic else (caveats.UNCHANGED,)
+            assumed += [*self.cipher.assumptions(run), *unchanged, caveats.LENDERS]
         if self.ballots is not None:
-            assumed += self.ballots.assumptions(run)
+            shared = isinstance(self.cipher, Pads)
+            assumed += [one for one in self.ballots.assumptions(run) if shared or one != caveats.GROUP]
         if votes:
             open_.append(caveats.TAGS if self.ballots is None else caveats.COUNTS)
         if self.cipher is not None and not self.noises_all:
@@ -138,8 +141,12 @@ class Parallel(Channel):
             open_.append(caveats.REST_OPEN)
         if self.cipher is None:
             open_.append(caveats.CHANGES_OPEN)
-        notes = (caveats.RANDOM_VOTES,) if partly and self.strategy == "random-votes" else ()
-        return Caveats((*assumed, caveats.START), tuple(open_), notes=notes)
+        notes = [caveats.RANDOM_VOTES] if partly and self.strategy == "random-votes" else []
+        if self.cipher is not None and self.cipher.authentic:
+            notes.append(caveats.AUTHENTIC)
+        else:
+            open_.append(caveats.FORGED)
+        return Caveats((*assumed, caveats.START), tuple(open_), notes=tuple(notes))
 
     def count(self, round: int, size: int) -> int:
         """How many of `size` coordinates are hidden in a round."""
@@ -170,12 +177,21 @@ class Parallel(Channel):
         label, count = vote_label(round, attempt), self.count(round, size)
         return indices_of(winning, key=_vote_key(group), label=label, size=size, winners=count)
 
-    def counted(self, counts: Tensor, group: Group, context: RoundContext, voters: Sequence[int], size: int) -> Tensor:
+    def counted(
+        self,
+        counts: Tensor,
+        group: Group,
+        context: RoundContext,
+        voters: Sequence[int],
+        size: int,
+        *,
+        transcript: bytes,
+    ) -> Tensor:
         """The indices that a padded sum of ballots elects."""
         assert self.ballots is not None
-        if tuple(counts.shape) != (size,):
-            raise ProtocolError(f"a sum of ballots has shape {tuple(counts.shape)} where ({size},) belongs")
-        words = self.ballots.read_words(group, counts, voters, context.stage(0))
+        words = self.ballots.read_words(group, counts, voters, context.stage(0), transcript=transcript)
+        if len(words) != size:
+            raise ProtocolError(f"a sum of ballots has {len(words)} numbers where {size} belong")
         count = self.count(context.round, size)
         label = vote_label(context.round, context.attempt)
         return elected(words, count, voters=len(voters), most=count, key=_vote_key(group), label=label)
@@ -206,7 +222,9 @@ class Parallel(Channel):
         part = None
         if self.cipher is not None:
             values = hidden.to(torch.float64).cpu() * (unit / sum(context.samples()))
-            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, transcript=transcript)
+            state, part = self.cipher.hide(
+                state, values, context.stage(1), secrets=secrets, transcript=transcript, beside=_words(rest)
+            )
         # Without noise everything is hidden, and the rest is empty.
         return state, Divided(state.client, context.round, context.attempt, rest.to(torch.int64), part)
 
@@ -234,6 +252,7 @@ class Parallel(Channel):
         context: RoundContext,
         contributors: Sequence[int],
         terms: Terms,
+        transcript: bytes = b"",
     ) -> Tensor:
         """(Σ of contributions) / Σ n_k, put together from both sums, in float64."""
         size, length = terms.divisible, terms.layout.length - 1
@@ -249,7 +268,10 @@ class Parallel(Channel):
         if self.cipher is not None:
             if hidden is None:
                 raise ProtocolError("a round's hidden sum is missing")
-            opened = self.cipher.read(group, hidden, contributors, context.stage(1)) * float(sum(context.samples()))
+            opened = self.cipher.read(
+                group, hidden, contributors, context.stage(1), transcript=transcript, beside=_words(rest)
+            )
+            opened *= float(sum(context.samples()))
         if len(opened) != len(winners) + length - size:
             raise ProtocolError(f"a hidden sum has {len(opened)} numbers where {len(winners) + length - size} belong")
         shrunk = clip_factor(terms.work, context.round)
@@ -328,6 +350,10 @@ class Parallel(Channel):
             *ballot,
             *(() if opened_too else releases_of_all(*UNMASKING_MESSAGES)),
         )
+
+
+def _words(rest: Tensor) -> NDArray[np.uint64]:
+    return rest.to(torch.int64).cpu().numpy().view(np.uint64)
 
 
 def _vote_key(group: Group) -> bytes:

@@ -20,7 +20,8 @@ them has said that it cannot read these; who lent a model that nobody could use,
 lent model that no sum has yet shown to be the others'.
 
 What is taken back: sums that most of those whose uploads are in them refuse with `Code.UNREADABLE`, in whichever rounds
-and whether asked to train or to lend, are given up, and the run goes on from the version before. A client that refuses
+and whether asked to train or to lend, are given up, and the run goes on from the version before. Where one cannot read
+them nobody is lent what they lead to before it is clear which it is, also at the end of a run. A client that refuses
 for any other reason has no quarrel with the sums, and a few cannot undo them while the others are away, or are not of a
 round's cohort, who may have moved already.
 
@@ -95,6 +96,8 @@ class RelayRole(Conductor):
         self._unreadable: set[int] = set()
         self._doubted: set[int] = set()
         self._barred: dict[int, str] = {}
+        self._found_out: dict[int, Refusal] = {}
+        self._taken_back: tuple[int, ...] = ()
         self._lender = -1
         self._borrowed: dict[int, int] = {}
         self._worked_on_loans: dict[int, int] = {}
@@ -134,32 +137,50 @@ class RelayRole(Conductor):
         return at == self._version or (at + 1 == self._version and client in self._informed)
 
     def _loans(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, dict[int, Request]]:
-        """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
+        """A sealed model for everybody who has missed rounds, lent by somebody who has not.
+
+        Where one cannot read the latest sums, others are asked until most have, or most could not: then these are given
+        up, and the version before is lent. A single one who says that it can may be who has spoilt them.
+        """
         behind = [client for client in clients if not self._up_to_date(client)]
-        lenders = self._lenders() if behind else []
-        # Whoever lent a model that nobody could use comes last, and so does who has none to lend by its own word.
-        doubted = self._doubted | self._unreadable
-        for lender in sorted(lenders, key=lambda client: client in doubted)[:_LENDERS_TRIED]:
+        lent: dict[int, Tensor] = {}
+        without = 0
+        for lender in self._lenders() if behind else ():
+            if without == _LENDERS_TRIED or (lent and not self._disputed()):
+                break
             loan = Loan(self._version, lender, most=self._largest_loan)
             answer = yield Ask((lender,), Lend(self._version, self._latest), loan)
             assert answer is not None
             self._unreadable.update(unreadable(answer.refused))
+            if self._given_up():
+                return (yield from self._loans(clients))
             if loan.sealed is not None:
                 self._holding[lender] = self._version
-                self._lender = lender
-                quarrels = self._quarrels
-                to = [client for client in behind if client != lender and lender not in quarrels.get(client, ())]
-                self._borrowed.update(dict.fromkeys(to, lender))
-                return dict.fromkeys(to, Borrowed(loan.sealed))
-        return {}
+                lent[lender] = loan.sealed
+            without += loan.sealed is None and lender not in self._unreadable
+        if not lent:
+            return {}
+        self._lender, sealed = next(iter(lent.items()))
+        quarrels = self._quarrels
+        to = [client for client in behind if client != self._lender and self._lender not in quarrels.get(client, ())]
+        self._borrowed.update(dict.fromkeys(to, self._lender))
+        return dict.fromkeys(to, Borrowed(sealed))
 
     def _lenders(self) -> list[int]:
-        """Who has a model to lend."""
-        return [client for client in self._group.members if self._up_to_date(client) and client not in self._barred]
+        """Who has a model to lend, by its own word; whoever lent one that nobody could use comes last."""
+        without = self._barred.keys() | self._unreadable
+        able = (client for client in self._group.members if self._up_to_date(client) and client not in without)
+        return sorted(able, key=lambda client: client in self._doubted)
+
+    def _disputed(self) -> bool:
+        """Whether some of those whose uploads are in the latest sums could not read them, and not most could."""
+        read = [client for client in self._informed if self._holding.get(client) == self._version]
+        return bool(self._unreadable & self._informed) and 2 * len(read) <= len(self._informed)
 
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         loans = yield from self._loans(able)
-        able = tuple(client for client in able if client in loans or self._up_to_date(client))
+        up_to_date = (client for client in able if client in loans or self._up_to_date(client))
+        able = tuple(client for client in up_to_date if client not in self._barred)
         if not able:
             yield RunStopped("no client that answers holds the present model any more")
             self._stopped = True
@@ -174,40 +195,48 @@ class RelayRole(Conductor):
         self.state.round += 1
         if any(self._holding.get(client) != self._version for client in loans):
             self._doubted.add(self._lender)
-        self._unreadable.update(unreadable(heard.refused))
         if failed:
-            heard.name(self._given_up())
+            self._given_up()
+        heard.name(self._found_out)
+        self._found_out = {}
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
             self._unreadable, self._brought = set(), set()
             self._worked_on_loans, self._borrowed = self._borrowed, {}
-        yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
+        taken_back, self._taken_back = self._taken_back, ()
+        gathered = heard.gathered()
+        yield RoundDone(
+            context.round, None, context.cohort, gathered, failed=failed, aggregate=latest, taken_back=taken_back
+        )
 
-    def _given_up(self) -> dict[int, Refusal]:
-        """Take the latest sums back where most of those they are made of could not read them; gives who says otherwise.
+    def _given_up(self) -> bool:
+        """Take the latest sums back where most of those they are made of could not read them; who says otherwise is
+        asked no more. Whether they were.
 
         Whoever was lent a model that such sums are said to lead to, or worked on a lent one for them, may have been
         deceived: another lends it a model.
         """
         if self._latest is None or 2 * len(self._unreadable & self._informed) <= len(self._informed):
-            return {}
+            return False
         holding = [client for client, version in self._holding.items() if version == self._version]
         moved = [client for client in holding if client not in self._borrowed]
         if len(self._unreadable & self._informed) < _FEWEST_WITNESSES:
             moved = []  # two that lie are most of three
+        self._taken_back += (self._latest.round,)
         self._take_back_loans(self._worked_on_loans | self._borrowed)
         self._latest, self._version, self._informed = None, self._version - 1, set()
         self._unreadable = set()
-        return self._bar(moved, "says that it has moved by a sum that most clients could not read")
+        self._bar(moved, "says that it has moved by a sum that most clients could not read")
+        return True
 
-    def _bar(self, clients: Sequence[int], why: str) -> dict[int, Refusal]:
-        """Ask these no more in this run."""
+    def _bar(self, clients: Sequence[int], why: str) -> None:
+        """Ask these no more in this run; the round names them."""
         if clients and self._introductions is not None:
             self._introductions.leave_out(clients)
         self._barred.update(dict.fromkeys(clients, why))
         self._holding.update(dict.fromkeys(clients, _BEHIND))
         text = f"it {why}, and takes no further part"
-        return {client: Refusal(Code.SPOILT, text, came=True) for client in clients}
+        self._found_out.update({client: Refusal(Code.SPOILT, text, came=True) for client in clients})
 
     def _check_sums(self, sums: Aggregate) -> None:
         """Refuse sums that cannot be what clients sent, as far as the server can tell (ProtocolError)."""
@@ -305,7 +334,7 @@ class RelayRole(Conductor):
             self._brought -= deceived
             self._holding.update(dict.fromkeys(deceived, _BEHIND))
             self._take_back_loans(self._borrowed)
-            heard.name(self._bar(guilty, "has dealt shares of its mask that cannot be opened"))
+            self._bar(guilty, "has dealt shares of its mask that cannot be opened")
             raise
 
     def _take_back_loans(self, borrowed: Mapping[int, int]) -> None:
@@ -317,16 +346,30 @@ class RelayRole(Conductor):
         assert gathered is not None
         heard.take(gathered)
         if began:
+            # The outcome of a vote comes later: who cannot read that has no quarrel with the sums before it.
+            self._unreadable.update(unreadable(gathered.refused))
             self._holding.update(dict.fromkeys(gathered.arrived, self._version))
 
     def _finish(self) -> Steps:
-        """Bring everybody's model up to date."""
-        members = tuple(client for client in self._group.members if client not in self._barred)
-        loans = yield from self._loans(members)
-        able = tuple(client for client in members if client in loans or self._up_to_date(client))
-        if able:
-            farewell = Finish(self._version, self._latest)
-            gathered = yield Ask(able, farewell, Farewells(self._version, able), each=loans)
+        """Bring everybody's model up to date: who can read the latest sums first, then who is lent what they lead to.
+
+        Where most cannot read them, that is the version before, for all.
+        """
+        before = None
+        while before != self._version:
+            before = self._version
+            members = tuple(client for client in self._group.members if client not in self._barred)
+            ready = tuple(client for client in members if self._up_to_date(client))
+            yield from self._farewell(ready, {})
+            if before == self._version:
+                loans = yield from self._loans([client for client in members if client not in ready])
+                if before == self._version:
+                    yield from self._farewell(tuple(loans), loans)
+
+    def _farewell(self, clients: tuple[int, ...], loans: Mapping[int, Request]) -> Steps:
+        if clients:
+            into = Farewells(self._version, clients)
+            gathered = yield Ask(clients, Finish(self._version, self._latest), into, each=loans)
             assert gathered is not None
             self._holding.update(dict.fromkeys(gathered.arrived, self._version))
             self._unreadable.update(unreadable(gathered.refused))

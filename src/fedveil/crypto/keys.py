@@ -240,10 +240,19 @@ def block_function(key: bytes) -> Blocks:
     return blocks
 
 
-def add_mask(total: Words, seed: bytes, *, subtract: bool = False) -> None:
-    """total ± the seed's words, modulo 2⁶⁴, in place."""
+def add_mask(total: Words, seed: bytes, *, subtract: bool = False, wide: int = 0) -> None:
+    """total ± the seed's words, as `add_words` adds."""
     stream = WordStream(seed)
-    operation = np.subtract if subtract else np.add
     for start in range(0, len(total), _CHUNK):
         part = total[start : start + _CHUNK]
-        operation(part, stream.take(len(part)), out=part)
+        add_words(part, stream.take(len(part)), subtract=subtract, wide=wide if start == 0 else 0)
+
+
+def add_words(total: Words, part: Words, *, subtract: bool = False, wide: int = 0) -> None:
+    """total ± part in place, each word modulo 2⁶⁴; the first `wide` of them are one number, the least word first."""
+    if wide:
+        own, other = (int.from_bytes(words[:wide].tobytes(), "little") for words in (total, part))
+        number = (own - other if subtract else own + other) % (1 << 64 * wide)
+        total[:wide] = np.frombuffer(number.to_bytes(8 * wide, "little"), dtype="<u8")
+    operation = np.subtract if subtract else np.add
+    operation(total[wide:], part[wide:], out=total[wide:])

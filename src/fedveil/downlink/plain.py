@@ -59,8 +59,8 @@ class Kept(Plain):
     """Nothing travels down but sums: the model lives with the clients."""
 
     def caveats(self) -> Caveats:
-        """Clients have the model, and what the server makes of sums."""
-        return Caveats(unprotected=(caveats.MODEL_WITH_CLIENTS, caveats.FORGED))
+        """Clients have the model."""
+        return Caveats(unprotected=(caveats.MODEL_WITH_CLIENTS,))
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Recovered
 from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.flower.app_setup import AgreedApp, AppModel, AppSetup, FormError, Step, no_model
-from fedveil.protocol.client_state import ClientState, Held
+from fedveil.protocol.client_state import ClientState, Held, Pending
 from fedveil.protocol.messages import Aggregate, Request
 from fedveil.roles.server import Mover, Optimiser
 from fedveil.runs.folder import write_atomically
@@ -164,8 +164,8 @@ class _AppKeeper(Keeper):
             raise ProtocolError("a first model was lent under another's digest")
         return held
 
-    def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
-        recovered = super()._recovered(state, latest, winners)
+    def _recovered(self, state: ClientState, latest: Aggregate, pending: Pending) -> Recovered:
+        recovered = super()._recovered(state, latest, pending)
         if self._terms.divisible:  # under noise every client weighs the same
             return recovered
         sums, size = recovered.gradient, len(self._start.weights.parameters)

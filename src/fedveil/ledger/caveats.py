@@ -141,13 +141,23 @@ SHARED_KEY = (
     "against the server alone and outsiders: no client gives away the secret key, which all of them share and which "
     "opens everybody's ciphertexts (cipher = pads needs no such trust)"
 )
-GROUP = "what the group shares stays with it: a client that tells the server lets it read sums, but nobody's own values"
+GROUP = (
+    "what the group shares stays with it: a client that tells the server lets it read sums, though nobody's own "
+    "values, and change them: a crafted model can make a sum reveal one client"
+)
 UNCHANGED = (
     "the server passes sums and models on as it got them, the same to everybody: what clients do with changed ones "
     "could tell it about what is hidden, and whether one can read a changed sum is a bit of it, which each gives away "
     "up to four times a run, and in every new run again"
 )
-LENDERS = "clients that lend a model to those who missed rounds lend the true one: a crafted one shows its borrower"
+AUTHENTIC = (
+    "sums: a server that changes what it passes on, or says that others are in it, is found out whatever is hidden, "
+    "but for a chance of 2^-65"
+)
+LENDERS = (
+    "clients that lend a model to those who missed rounds lend the true one: a crafted one shows its borrower, whose "
+    "model stays another than the others'"
+)
 DIFFERENCES = (
     "sums of rounds that differ in one client: whoever reads both reads that client's part, so that nobody who wants "
     "to know it may choose the cohorts"

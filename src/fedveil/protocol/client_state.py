@@ -38,12 +38,12 @@ class ClientState:
     uploads have cost so far by its own account. `ran` and `epoch` are the run and the epoch in which it answered
     last, and `unexplained` counts rounds of that run in which it has revealed shares and was never shown what its
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
-    what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
-    and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
-    attempts at it included, where a round's clients are in groups. `there` is how many clients the epoch had in which
-    it answered, where each is asked by chance. `kept` is what its work keeps for itself, and
-    `share` its part of a key that clients hold together, or what a key authority has given it to encrypt with. An
-    authority has such a state, too (`uplink/functional.py`).
+    what the round it works on has brought so far, `transcript` what its last masks were bound to besides their
+    graph, `misread` how many sums of that run it has refused, and `refused` a digest of the last of them. `grouped`
+    is with whom it is summed through a whole run, all attempts at it included, where a round's clients are in
+    groups. `there` is how many clients the epoch had in which it answered, where each is asked by chance. `kept` is
+    what its work keeps for itself, and `share` its part of a key that clients hold together, or what a key
+    authority has given it to encrypt with. An authority has such a state, too (`uplink/functional.py`).
     """
 
     client: int
@@ -66,6 +66,7 @@ class ClientState:
     kept: KeptTensors | None = None
     share: KeyShare | EncryptionKey | None = None
     there: int = 0
+    refused: str = ""
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -92,7 +93,8 @@ class ClientState:
             )
         spent = self.spent if spent is None else spent
         if run != self.ran:
-            return replace(self, answered=(round, attempt), ran=run, epoch=epoch, spent=spent, misread=0, unexplained=0)
+            begun = replace(self, misread=0, refused="", unexplained=0)
+            return replace(begun, answered=(round, attempt), ran=run, epoch=epoch, spent=spent)
         return replace(self, answered=(round, attempt), epoch=epoch, spent=spent)
 
     def revealing(self, round: int, attempt: int) -> ClientState:
@@ -147,7 +149,7 @@ class ClientState:
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
         # Of what earlier versions did not know.
-        later: dict[str, Any] = {"grouped": [], "kept": False, "share": None, "there": 0}
+        later: dict[str, Any] = {"grouped": [], "kept": False, "share": None, "there": 0, "refused": ""}
         facts = later | facts
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
@@ -233,7 +235,8 @@ class Pending:
     """A round in work: the client's contribution without its weight (n_k × everything) and, once known, the winners.
 
     `winners` are indices into the contribution, ascending; None before the vote has been counted. `told` is a digest of
-    what local work was told besides the model, where it was told anything.
+    what local work was told besides the model, where it was told anything, and `transcript` one of all that it was told
+    before it has uploaded.
     """
 
     round: int
@@ -241,10 +244,12 @@ class Pending:
     contribution: Tensor = field(repr=False)
     winners: Tensor | None = field(default=None, repr=False)
     told: str = ""
+    transcript: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        return {"round": self.round, "attempt": self.attempt, **({"told": self.told} if self.told else {})}
+        digests = {"told": self.told, "transcript": self.transcript}
+        return {"round": self.round, "attempt": self.attempt, **{name: one for name, one in digests.items() if one}}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
@@ -260,6 +265,7 @@ class Pending:
             tensors["pending.contribution"],
             tensors.get("pending.winners"),
             facts.get("told", ""),
+            facts.get("transcript", ""),
         )
 
 

@@ -201,7 +201,7 @@ class RoundDone:
 
     `aggregate` is what clients that hold the model themselves will be sent, to move it by. `code` says for programs why
     the round `failed`. `held_back` is about the model that the round began with. In a round that was `skipped`, for the
-    reason in `failed`, nobody was asked for anything.
+    reason in `failed`, nobody was asked for anything. Of rounds that are `taken_back` clients could not read the sums.
     """
 
     round: int
@@ -214,6 +214,7 @@ class RoundDone:
     code: Code | None = None
     held_back: HeldBack | None = None
     skipped: bool = False
+    taken_back: tuple[int, ...] = ()
 
     @property
     def bad(self) -> bool:

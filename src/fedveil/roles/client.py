@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import Tensor
 
+from fedveil.crypto.linear_mac import MAC_WORDS
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.messages import ClipBroadcast
@@ -89,7 +90,7 @@ class RequestCheck:
             "head groups": range(1, outputs + 1),
             "rest": range(divisible + 1),
             "tags": range(divisible + 1),
-            "ballot": divisible,
+            "ballot": divisible + MAC_WORDS,
         }
         self._passed: tuple[Request, int] | None = None
         self._lists: tuple[int, Sizes] | None = None

@@ -333,6 +333,12 @@ def conduct(
             state.round = done.round  # nobody takes part any more: what was trained before this round is the result
             outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
             break
+        for spoilt in done.taken_back:
+            _LOG.warning(
+                "the sums of round %d are taken back: most clients whose uploads are in them cannot read them, since "
+                "somebody has spoilt them; the run goes on from the model before",
+                spoilt + 1,
+            )
         state.round = done.round + 1
         if guard is not None and not done.failed:
             done = guard.judged(done, state)

@@ -414,10 +414,12 @@ class Masked(Uplink):
         *,
         secrets: SecretSource,
         transcript: bytes = b"",
+        wide: int = 0,
     ) -> tuple[ClientState, MaskedUpload]:
         """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets.
 
-        Masks cancel only between clients that saw the same graph and were told the same `transcript`.
+        Masks cancel only between clients that saw the same graph and were told the same `transcript`. The first `wide`
+        words are one number.
         """
         from fedveil.crypto.keys import add_mask
 
@@ -431,10 +433,10 @@ class Masked(Uplink):
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
         for peer in graph.neighbours(client):
             dealt[peer] = pair_seed(state, peer, round=context.round, attempt=context.attempt)
-            add_mask(words, dealt[peer], subtract=client > peer)
+            add_mask(words, dealt[peer], subtract=client > peer, wide=wide)
         if self.unmask == "always":
             dealt[client] = secrets.stream("self mask", client, context.round, context.attempt).bytes(32)
-            add_mask(words, dealt[client])
+            add_mask(words, dealt[client], wide=wide)
         stream = secrets.stream("shares", client, context.round, context.attempt)
         bundles = deal(graph, keys, secrets=dealt, quorum=self.quorum, stream=stream, label=label)
         payload = torch.from_numpy(words.view(np.int64))
@@ -521,10 +523,12 @@ class Masked(Uplink):
         """A sum modulo 2⁶⁴."""
         return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
 
-    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None, name: str = "") -> MaskedSum:
+    def sum_of(
+        self, length: int, context: RoundContext, *, codec: FixedPoint | None, name: str = "", wide: int = 0
+    ) -> MaskedSum:
         """A sum of `length` words; without a codec, of words that stay covered when the masks are off.
 
-        `name` is what releases call these uploads, if not uploads.
+        `name` is what releases call these uploads, if not uploads; the first `wide` words are one number.
         """
         return MaskedSum(
             codec,
@@ -535,6 +539,7 @@ class Masked(Uplink):
             self_mask=self.unmask == "always",
             signed=codec is not None,
             name=name,
+            wide=wide,
         )
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:

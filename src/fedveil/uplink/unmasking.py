@@ -341,7 +341,7 @@ class _Relay(Mapping[int, "Relayed"]):
 
 
 class MaskedSum(Inbox[Any]):
-    """Σ of masked vectors modulo 2⁶⁴, and what is needed to take the masks off."""
+    """Σ of masked vectors modulo 2⁶⁴, whose first `wide` words are one number, and what takes the masks off."""
 
     def __init__(
         self,
@@ -354,8 +354,10 @@ class MaskedSum(Inbox[Any]):
         self_mask: bool,
         signed: bool,
         name: str = "",
+        wide: int = 0,
     ) -> None:
         self._codec = codec
+        self._wide = wide
         self.then: Callable[[Tensor], Tensor] | None = None
         """What an uplink makes of the opened sum, where its uploads are not whole contributions."""
         self._sum = np.zeros(length, dtype=np.uint64)
@@ -384,13 +386,15 @@ class MaskedSum(Inbox[Any]):
         self.expect(MaskedUpload, graph.members, which=context.which, sizes=sizes, name=name)
 
     def _fold(self, reply: MaskedUpload | Revealed) -> None:
+        from fedveil.crypto.keys import add_words
+
         if isinstance(reply, Revealed):
             self._fold_revealed(reply)
             return
         bundles = unpacked(reply.holders, reply.lengths, reply.bundles)
         if not self._members.issuperset(bundles):
             raise ProtocolError("an upload deals shares to clients outside the round")
-        self._sum += reply.payload.cpu().numpy().view(np.uint64)
+        add_words(self._sum, reply.payload.cpu().numpy().view(np.uint64), wide=self._wide)
         for holder, bundle in bundles.items():
             self.relay[holder][reply.client] = bundle
 
@@ -465,14 +469,14 @@ class MaskedSum(Inbox[Any]):
             opened = self._sum.copy()
             if self._self_mask:
                 for client in self.survivors:
-                    add_mask(opened, self._secret(client, client), subtract=True)
+                    add_mask(opened, self._secret(client, client), subtract=True, wide=self._wide)
             for gone in self.graph.members:
                 if gone in alive:
                     continue
                 for client in self.graph.neighbours(gone):
                     if client in alive:
                         # The survivor added this mask if its number is the smaller one.
-                        add_mask(opened, self._secret(client, gone), subtract=client < gone)
+                        add_mask(opened, self._secret(client, gone), subtract=client < gone, wide=self._wide)
             if self._codec is not None:
                 self._refuse_rubbish(opened, self._codec)
             self._sum, self.opened = opened, True
