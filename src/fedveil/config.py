@@ -607,7 +607,7 @@ class RunConfig:
         """A digest of everything that decides the trained model (except how long it trains)."""
         skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
         skipped -= {"rounds"} if self.lr_schedule != "constant" or self.warm_up else set()
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped} | self._unsaid()
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped} | self.unsaid()
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]
         for name, value in BEFORE.items():
@@ -619,7 +619,7 @@ class RunConfig:
                 kept[name] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
-    def _unsaid(self) -> dict[str, str]:
+    def unsaid(self) -> dict[str, str]:
         """Defaults that are stored as if they had been said: where they are missing, what was before them is meant."""
         left = {self.calibration, self.sigma_own, self.sigma_pair} == {None}
         return (
@@ -630,7 +630,7 @@ class RunConfig:
         """The configuration as a TOML document; settings left to defaults of others are omitted."""
         lines, tables = [], []
         for setting in fields(self):
-            value = self._unsaid().get(setting.name, getattr(self, setting.name))
+            value = self.unsaid().get(setting.name, getattr(self, setting.name))
             if isinstance(value, dict):
                 rows = [f"{key} = {toml_of(item)}" for key, item in value.items()]
                 tables += ["", f"[{setting.name}]", *rows] if rows else []

@@ -101,6 +101,18 @@ def test_a_preset_goes_on_with_what_it_began_with(tmp_path: Path) -> None:
         compare(["fedavg"], out=tmp_path / "c", resume=True, preset="other")
 
 
+def test_settings_that_are_given_again_on_resuming_leave_what_schemes_declare(tmp_path: Path) -> None:
+    """Else a scheme went on without its head groups, or under the cipher whose twin it was to be."""
+    given = {**SMALL, "audit": False, "jobs": 1}
+    only = {"mp-cdp": {"lr": 0.002}}
+    begun = compare(["fedavg", "mp-cdp"], preset="papers", out=tmp_path / "c", lr=0.02, only=only, **given)
+    declared = {**schemes.find("mp-cdp").compared, "lr": 0.002}
+    assert begun.plan.only["mp-cdp"] == declared
+    again = compare(out=tmp_path / "c", schemes=["mp-cdp"], resume=True, only=only, jobs=1)
+    assert again.plan.only["mp-cdp"] == declared
+    assert [cell.state for cell in again.standings] == ["kept", "kept"]
+
+
 def job_of(folder: Path, scheme: str, **more: Any) -> dict[str, Any]:
     twin = dict(schemes.find(scheme).twin)
     config = RunConfig(scheme=scheme, seed=1, loss="square", workers=1, **{**SMALL, **twin})

@@ -230,7 +230,7 @@ def _plan(
         list(named.values()),
         seeds=list(dict.fromkeys([*stored["seeds"], *(seeds or ())])),
         settings={**stored["common"], **settings, **own},
-        only={**_merged(declared, stored["only"]), **(only or {})},
+        only=_merged(_merged(declared, stored["only"]), only or {}),
         where=str(file),
         resumed=True,
         preset=begun,

@@ -241,6 +241,7 @@ def check_unchanged(cell: Cell, out: Path) -> None:
     # A rate and a number of clients that were left open are settled where the run begins.
     given = cell.config if isinstance(cell.config.lr, float) else cell.config.with_changes(lr=stored.lr)
     given = given if given.clients else given.with_changes(clients=stored.clients)
+    given = given.with_changes(**given.unsaid())
     differ = changed(dataclasses.asdict(stored), dataclasses.asdict(given))
     if differ:
         raise ConfigError(
