@@ -401,26 +401,45 @@ def _fig4_report(results: Results, quick: bool) -> Report:
             rows.append((size, str(panel.clients), f"{panel.epsilon:g}", f"{rate:g}", *ours))
         if panel.usual or panel.ran(results):
             where = "" if panel.usual else f"{size} size, N = {panel.clients}, ε = {panel.epsilon:g}: "
-            made = _fig4_checks(results, panel, (form["rates"][0], form["rates"][-1]))
+            made = _fig4_checks(results, panel, form["rates"])
             checks += [replace(one, claim=f"{where}{one.claim}") for one in made]
     return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
 
 
-def _fig4_checks(results: Results, panel: Drops, ends: tuple[float, float]) -> list[Check]:
-    plain = {f"rate {rate:g}": mean_of(results, panel.cell(rate, "fedavg")) for rate in ends}
-    falls: dict[str, float | None] = {}
-    for label in _F4["schemes"]:
-        first, last = (mean_of(results, panel.cell(rate, label)) for rate in ends)
-        falls[label] = None if first is None or last is None else first - last
-    seen = ", ".join(f"{label}: {short(fall, '{:+.1f}')}" for label, fall in falls.items())
-    fedavg, ldp, weak, strong = falls.values()
-    claim = f"a larger λ costs no less (up to {_F4['chance']:g} point of chance)"
-    costs = None if weak is None or strong is None else strong >= weak - _F4["chance"]
+def _fig4_checks(results: Results, panel: Drops, rates: Sequence[float]) -> list[Check]:
+    ours = {label: [mean_of(results, panel.cell(rate, label)) for rate in rates] for label in _F4["schemes"]}
+    named = [f"rate {rate:g}" for rate in rates]
+
+    def fall(label: str) -> float | None:
+        first, *_, last = ours[label]
+        return None if first is None or last is None else first - last
+
+    falls = {label: fall(label) for label in ours}
+    seen = ", ".join(f"{label}: {short(one, '{:+.1f}')}" for label, one in falls.items())
+    fedavg, ldp, weak, _ = falls.values()
+    ahead = [
+        None if one is None or other is None else one - other
+        for one, other in zip(ours["nadp-1.0"], ours["ldp"], strict=True)
+    ]
+    margins = ", ".join(f"{where}: {_signed(one)}" for where, one in zip(named, ahead, strict=True))
+    smooth = [
+        rising(f"{name}'s accuracy falls as more drop out", ours[label][::-1], named[::-1])
+        for label, name in (("ldp", "LDP"), ("nadp-1.0", "NADP"))
+    ]
+    dearer = {
+        where: one - other
+        for where, one, other in zip(named, ours["nadp-1.4"], ours["nadp-1.0"], strict=True)
+        if one is not None and other is not None
+    }
+    claim = f"a larger λ is no more accurate (up to {_F4['chance']:g} point of chance)"
     return [
-        trained(plain),
+        trained(dict(zip(named, ours["fedavg"], strict=True))),
         Check("without DP, dropouts cost at most 2 points", None if fedavg is None else fedavg <= 2, seen),
+        *smooth,
         Check("dropouts cost NADP more than LDP", None if ldp is None or weak is None else weak > ldp, seen),
-        Check(claim, costs, seen),
+        Check("NADP is ahead of LDP where few drop out", None if ahead[0] is None else ahead[0] > 0, margins),
+        Check("NADP is behind LDP where half drop out", None if ahead[-1] is None else ahead[-1] < 0, margins),
+        compared(claim, dearer, lambda gain: gain <= _F4["chance"], form="{:+.1f}"),
     ]
 
 

@@ -175,17 +175,32 @@ def test_sampling_is_judged_by_the_crossing() -> None:
 
 
 def test_dropouts_are_judged_by_what_they_cost() -> None:
-    costs = {"fedavg": 1.0, "ldp": 5.0, "nadp-1.0": 15.0, "nadp-1.4": 16.0}
+    curves = {"fedavg": (90, 90, 89), "ldp": (40, 37, 34), "nadp-1.0": (50, 38, 25), "nadp-1.4": (46, 36, 25.5)}
     reduced, *_, whole = nadp.panels(False)
     figures = {
-        reduced.cell(rate, label): 80.0 - cost * (rate == 0.5) for label, cost in costs.items() for rate in (0.1, 0.5)
+        reduced.cell(rate, label): float(one)
+        for label, curve in curves.items()
+        for rate, one in zip((0.1, 0.3, 0.5), curve, strict=True)
     }
-    assert find("nadp-fig4").report(results(figures), False).word == "holds"
+
+    def verdict(**changed: float) -> str:
+        places = {f"{label}@{rate:g}": reduced.cell(rate, label) for label in curves for rate in (0.1, 0.3, 0.5)}
+        return (
+            find("nadp-fig4")
+            .report(results({**figures, **{places[at]: one for at, one in changed.items()}}), False)
+            .verdict
+        )
+
+    assert verdict().startswith("holds")
+    assert "dropouts cost NADP more than LDP" in verdict(**{"nadp-1.0@0.1": 44.0, "nadp-1.0@0.5": 39.0})
+    assert "NADP is ahead of LDP where few drop out" in verdict(**{"nadp-1.0@0.1": 39.5})
+    assert "NADP is behind LDP where half drop out" in verdict(**{"nadp-1.0@0.5": 35.0})
+    assert "LDP's accuracy falls as more drop out" in verdict(**{"ldp@0.3": 41.0})
+    assert "NADP's accuracy falls as more drop out" in verdict(**{"nadp-1.0@0.3": 51.0})
+    assert "a larger λ is no more accurate" in verdict(**{"nadp-1.4@0.3": 39.5})
+    assert "without DP, dropouts cost at most 2 points" in verdict(**{"fedavg@0.5": 85.0})
     figures[whole.cell(0.1, "ldp")] = 80.0
-    assert find("nadp-fig4").report(results(figures), False).verdict.endswith("4 of 8 claims are open")
-    figures[reduced.cell(0.5, "nadp-1.0")] = 79.0
-    figures[reduced.cell(0.5, "nadp-1.4")] = 78.0
-    assert "dropouts cost NADP more than LDP" in find("nadp-fig4").report(results(figures), False).verdict
+    assert verdict().endswith("8 of 16 claims are open")
 
 
 def test_every_panel_of_the_dropouts_is_there_and_at_the_papers_size_with_its_settings() -> None:
