@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
 # Started in the background (nohup, a job of a shell without job control) a process ignores SIGINT, and so do its
 # children: tests that press Ctrl-C would wait for ever.
@@ -56,6 +59,14 @@ def power_stays_on() -> Iterator[None]:
     """
     with mock.patch.object(os, "fsync", lambda handle: os.fstat(handle) and None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def draws_are_the_same_every_time() -> None:
+    """What is drawn without a seed of its own does not hang on the tests before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.engine.local import Absent, Listen
+from fedveil.errors import FedVeilError
 from fedveil.protocol.phases import Ask, Gathered, RoundDone, Steps
 from fedveil.roles.server import ServerRole, ServerState
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
@@ -79,6 +80,22 @@ def server_of(one: Job, state: ServerState | None = None) -> ServerRole:
     )
 
 
+def reordered(engine: LocalEngine, reorder: Reorder | None) -> LocalEngine:
+    """The same engine, to which the replies of every phase come as `reorder` returns them."""
+    replies = engine._replies
+
+    def changed(ask: Any, part: Any) -> Any:
+        listed = list(replies(ask, part))
+        states = {state.client: state for state, _ in listed}
+        failed = [(state, answer) for state, answer in listed if isinstance(answer, FedVeilError)]
+        shuffled = reorder([answer for _, answer in listed if not isinstance(answer, FedVeilError)])
+        return iter([*failed, *((states[answer.client], answer) for answer in shuffled)])
+
+    if reorder is not None:
+        engine._replies = changed  # type: ignore[method-assign]
+    return engine
+
+
 def trained(
     one: Job,
     *,
@@ -92,7 +109,7 @@ def trained(
     chosen: Any = client_role(one) if role is None else role
     boundaries: list[RoundDone] = []
     authority = authority_role(one)
-    engine = LocalEngine(chosen, one.pool, reorder=reorder, absent=absent, listen=listen, authority=authority)
+    engine = reordered(LocalEngine(chosen, one.pool, absent=absent, listen=listen, authority=authority), reorder)
     drive(engine, server.run(), on_round=boundaries.append)
     return server.state, boundaries
 
@@ -139,7 +156,7 @@ def held_run(
     """Run a job to its end; the clients' role is asked by way of what `through` makes of it."""
     role = client_role(one)
     assert isinstance(role, HolderRole)
-    driver = engine(through(role), one.pool, reorder=reorder, absent=absent)
+    driver = reordered(engine(through(role), one.pool, absent=absent), reorder)
     run = HeldRun(one, relay_of(one), role, driver, fresh_state(one))
 
     def boundary(done: RoundDone) -> None:

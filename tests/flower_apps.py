@@ -37,7 +37,8 @@ def copied(content: RecordDict) -> RecordDict:
 
 
 class AppGrid(LoopbackGrid):
-    """A ClientApp behind every node, each with a folder of its own; `twist` changes replies."""
+    """A ClientApp behind every node, each with a folder of its own; `twist` changes replies, and of requests those that
+    are `lost` (kind, round, client) never arrive."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class AppGrid(LoopbackGrid):
         self._first = first
         self.crossed: list[tuple[Message, Message]] = []
         self.dead: set[int] = set()
+        self.lost: set[tuple[str, int, int]] = set()
         self._node_config, self._run_config, self._twist = node_config, run_config, twist
         self._folder = tempfile.TemporaryDirectory()
 
@@ -62,6 +64,8 @@ class AppGrid(LoopbackGrid):
         return [node for node in self.states if node not in self.dead]
 
     def answered(self, message: Message, node: int) -> list[Message]:
+        if (*kind_of(message), node - self._first) in self.lost:
+            return []
         arrived = Message(copied(message.content), metadata=message.metadata)
         context = Context(
             run_id=RUN,

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "audit": LEAVES | PARTS | {"record", "runs", "schemes", "engine"},
     "tracking": LEAVES | {"runs"},
     "compare": LEAVES | {"audit", "runs", "schemes", "tracking"},
-    "doctor": {"version", "api"},
+    "doctor": {"version", "processes", "api"},
     "report": LEAVES | {"audit", "runs", "ledger"},
     "cli": LEAVES
     | {"api", "audit", "record", "runs", "schemes", "engine", "downlink", "ledger", "protocol"}

@@ -164,12 +164,6 @@ def test_little_disk_is_an_advice_and_none_a_problem(free: float, expected: str)
     assert checkup.disk_finding(free).state == expected
 
 
-def test_free_memory_is_what_the_system_says(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2000000 kB\n")
-    assert checkup.free_memory(tmp_path / "meminfo") == pytest.approx(2.048)
-    assert checkup.free_memory(tmp_path / "nothing") is None
-
-
 def test_more_threads_than_cores_are_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "usable_cores", lambda: 0)
     assert [one.state for one in checkup.processors()] == [ADVICE]

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from fedveil import framing
-from fedveil.processes import ChildDiedError, ChildProcess, channel, descendants, python, supervised
+from fedveil.processes import (
+    ChildDiedError,
+    ChildProcess,
+    available_memory,
+    channel,
+    descendants,
+    python,
+    supervised,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -236,3 +244,45 @@ def test_a_child_whose_parent_was_killed_takes_along_what_it_started() -> None:
             for one in (copy, *family):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
+
+
+FREED_AND_ASKED_AGAIN = """
+import os, resource
+import numpy as np
+from fedveil.processes import give_back_memory, keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        for block in [np.empty(1 << 21, dtype=np.uint8) for _ in range(8)]:
+            block.fill(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+faults()
+usual = faults()
+keep_freed_memory()
+faults()
+kept, held = faults(), resident()
+give_back_memory()
+print(usual, kept, held - resident())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
+)
+def test_memory_that_training_frees_is_there_for_its_next_step_and_goes_back_in_the_end() -> None:
+    told = subprocess.run([sys.executable, "-c", FREED_AND_ASKED_AGAIN], capture_output=True, check=True)
+    usual, kept, given_back = map(int, told.stdout.split())
+    assert usual > 1000  # 50 times 16 MB
+    assert kept < usual / 10
+    assert given_back > 8 << 20
+
+
+def test_free_memory_is_what_the_system_says(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2000000 kB\n")
+    assert available_memory(tmp_path / "meminfo") == 2_048_000_000
+    assert available_memory(tmp_path / "nothing") is None

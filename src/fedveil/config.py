@@ -175,7 +175,7 @@ class RunConfig:
         check=BELOW_ONE,
     )
     lr_steps: str | None = _recipe("step: after which shares of the rounds.", shown="0.5,0.75", check=SHARES)
-    lr_drop: float | None = _recipe("step: the factor each time.", shown="0.1", check=POSITIVE)
+    lr_drop: float | None = _recipe("step: the factor each time, up to 1.", shown="0.1", check=SHARE)
     lr_power: float | None = _recipe("polynomial: the power.", shown="1", check=POSITIVE)
     momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=BELOW_ONE)
     weight_decay: float = declare(_TRAIN, "Server weight decay.", 0.0, check=NOT_NEGATIVE)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from fedveil.processes import available_memory, usable_cores
 from fedveil.version import __version__
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
@@ -264,11 +265,6 @@ def torch_and_device() -> Iterator[Check]:
         yield Check("device", OK, "cpu")
 
 
-def usable_cores() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def processors() -> Iterator[Check]:
     """Whether torch starts as many threads as there are cores."""
     import torch
@@ -297,21 +293,12 @@ def folder(what: str, place: Path) -> Check:
 
 def memory() -> Iterator[Check]:
     """What is left of the memory; nothing where the system does not say."""
-    free = free_memory(Path("/proc/meminfo"))
-    if free is None:
+    available = available_memory()
+    if available is None:
         return
+    free = available / _GIGABYTE
     todo = "close other programs, or use smaller models and fewer clients a round"
     yield _judged("memory", f"{free:.1f} GB free", free < _LITTLE_MEMORY, ADVICE, todo)
-
-
-def free_memory(file: Path) -> float | None:
-    """Gigabytes that can be had, by Linux's own estimate."""
-    if not file.exists():
-        return None
-    for line in file.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / _GIGABYTE
-    return None
 
 
 def disk() -> Iterator[Check]:

@@ -196,6 +196,15 @@ def list_of(text: str, name: str) -> tuple[float, ...]:
     return numbers
 
 
+def legible_size(count: float) -> str:
+    """Bytes in the unit a person reads."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
 def toml_of(value: object) -> str:
     """A setting's value as TOML writes it."""
     if isinstance(value, bool):

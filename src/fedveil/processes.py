@@ -18,6 +18,9 @@ leaves behind. So that process adopts whatever the command leaves orphaned (Linu
 exits, when it is told to (SIGTERM: gently; SIGUSR1: as a power cut would), or when its standard input closes. With
 `--spare WORD` it leaves alone what has WORD in its command line, and what that started.
 
+What a process has freed goes back to the system at once, or stays for the next step of a training
+(`keep_freed_memory`).
+
 One process is nobody's child on purpose: a client's worker on Flower serves one message after the other, and outlives
 whoever happened to start it (fedveil.flower.worker_client).
 """
@@ -443,6 +446,45 @@ def processor_seconds() -> float:
             ticks += sum(map(int, after[11:15]))  # its own, in user mode and the kernel's, and its children's
     # Its own by a clock that is finer than ticks, of which a short run takes none.
     return time.process_time() + sum(times[2:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory(file: Path = _PROC / "meminfo") -> int | None:
+    """The bytes that can be had, by Linux's own estimate; None where the system does not say."""
+    try:
+        rows = file.read_text(encoding="ascii").splitlines()
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_KEPT_BLOCK, _KEPT_FREE = 32 << 20, 256 << 20
+
+
+def keep_freed_memory() -> None:
+    """Keep what is freed for whoever asks next, up to 256 MB, where the C library is GNU's: training frees in every
+    step what it asks for in the next, and pages that went back to the system come again as page faults."""
+    if (library := _gnu_library()) is not None:
+        library.mallopt(_MMAP_THRESHOLD, _KEPT_BLOCK)  # first: the other one alone would map and unmap every block
+        library.mallopt(_TRIM_THRESHOLD, _KEPT_FREE)
+
+
+def give_back_memory() -> None:
+    """Give the system what is kept and not in use."""
+    if (library := _gnu_library()) is not None:
+        library.malloc_trim(0)
+
+
+def _gnu_library() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 def _kill_below(root: int) -> None:

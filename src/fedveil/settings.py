@@ -50,7 +50,7 @@ class Settings(TypedDict, total=False):
     lr_steps: str | None
     """step: after which shares of the rounds. (default: 0.5,0.75)"""
     lr_drop: float | None
-    """step: the factor each time. (default: 0.1)"""
+    """step: the factor each time, up to 1. (default: 0.1)"""
     lr_power: float | None
     """polynomial: the power. (default: 1)"""
     momentum: float

@@ -338,6 +338,11 @@ def vectorising() -> Iterator[None]:
         torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
 
 
+def under_vmap(tensor: Tensor) -> bool:
+    """Whether it stands for many, where functions that vmap takes apart cost several times what they are made of."""
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
 Network = TypeVar("Network", bound=nn.Module)
 
 

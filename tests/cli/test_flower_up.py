@@ -69,7 +69,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     rest = process.stdout.read()
     process.stdout.close()
     assert (process.wait(60), rest) == (0, "ended; the folder is kept for the next time\n")
-    assert len(below) >= 9, "four supervisors, what they hold, and the janitor"
+    assert len(below) >= 9, "four supervisors, what they hold, and that of the workers"
     assert len(workers) == 2, "a real run has started them"
     deadline = time.monotonic() + 60  # what has ended is gone once somebody has asked for its status
     while left := [pid for pid in {*below, *workers} if Path(f"/proc/{pid}").exists()]:

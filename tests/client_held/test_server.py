@@ -20,8 +20,9 @@ from fedveil.client_held.server import DividedSum
 from fedveil.crypto import ckks
 from fedveil.engine import LocalEngine
 from fedveil.errors import Code, ProtocolError, Refusal
+from fedveil.protocol import directory
 from fedveil.protocol.codec import decode, encode
-from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.directory import Nonces, from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.runs.job import Job
@@ -521,6 +522,63 @@ def test_a_run_that_stops_since_too_few_are_left_says_who_was_put_out_and_why() 
     run = held_run(of("pads", clients=3), through=lambda role: Spoiling(role, unopenable))
     (why,) = run.stops
     assert why == "too few clients are left; client 2: has dealt shares of its mask that cannot be opened"
+
+
+def test_a_run_that_stops_early_leaves_its_clients_with_the_last_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most are not told how the second epoch's rounds are drawn: too few are left, and the model has just moved."""
+    monkeypatch.setattr(directory, "WINDOW", 2)
+    told: set[int] = set()
+
+    def lost(request: Request, client: int) -> bool:
+        if not isinstance(request, Nonces):
+            return False
+        again = client in told
+        told.add(client)
+        return again and client < 3
+
+    run = held_run(of("pads", clients=5, rounds=4), absent=lost)
+    assert len(run.stops) == 1
+    assert [bool(done.failed) for done in run.rounds] == [False, False]
+    held = [run.engine.state_of(client).held for client in range(5)]
+    assert [None if one is None else one.version for one in held] == [2] * 5
+
+
+class Apart:
+    """Clients that each have a role of their own, as on machines of their own: none shares what another has read."""
+
+    def __init__(self, one: Job, role: Any) -> None:
+        self._roles = {data.client: client_role(one) for data in one.pool.clients}
+        self._role = role
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._role, name)
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any = None, **how: Any) -> Any:
+        for state, data in zip(states, clients, strict=True):
+            yield from self._roles[state.client].handle_many([state], request, [data], private, **how)
+
+
+@pytest.mark.parametrize("scheme", ["serial", "paraaegis"])
+def test_nobody_is_put_out_for_what_was_lost_on_its_way_and_all_end_with_one_model(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a second epoch's clients are not told how its rounds are drawn; the sums before it are as true as any."""
+    monkeypatch.setattr(directory, "WINDOW", 2)
+    told: set[int] = set()
+
+    def lost(request: Request, client: int) -> bool:
+        again = isinstance(request, Nonces) and client in told
+        told.update({client} if isinstance(request, Nonces) else ())
+        return again and client < 4
+
+    one = job(scheme=scheme, **{**SMALL, "clients": 7, "rounds": 4, "cipher": "pads"})
+    run = held_run(one, absent=lost, through=lambda role: Apart(one, role))
+    assert not run.relay.left_out
+    assert not any(done.taken_back for done in run.rounds)
+    version, _ = run.relay.standing
+    held = [run.engine.state_of(client).held for client in range(7)]
+    assert [None if one is None else one.version for one in held] == [version] * 7
+    assert {run.engine.state_of(client).misread for client in range(7)} == {0}
 
 
 def lends_falsely(monkeypatch: pytest.MonkeyPatch, liars: set[int]) -> list[int]:

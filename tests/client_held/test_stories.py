@@ -27,7 +27,9 @@ from fedveil.client_held.divided import _vote_key, divided
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
 from fedveil.crypto.keys import add_mask, add_words
 from fedveil.crypto.linear_mac import MAC_WORDS, mac_words
+from fedveil.errors import Code, ProtocolError
 from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Nonces
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext
 from fedveil.runs.job import Job
@@ -333,6 +335,65 @@ def test_a_client_does_not_go_back_to_an_earlier_version_of_the_model() -> None:
     back = replace(second, round=3, version=1, latest=None)  # type: ignore[type-var]
     for request in (back, Lend(1, None), Finish(1, None)):
         assert "holds version 2 of the model and was asked to go back to 1" in one.refusal(3, request, lent)
+
+
+def test_loans_that_are_sent_again_take_nobody_back_below_what_its_own_sums_have_led_to() -> None:
+    """A server alone has honest clients' sealed models, and may pass on which it likes, as often as it likes."""
+    one = hall(whole(rounds=8), Begin, round=1)
+    early = Borrowed(one.answer(4, Lend(1, one.ask.common.latest)).sealed)  # type: ignore[attr-defined]
+    one.until(Begin, round=4)
+    begin: Any = one.ask.common
+    late = Borrowed(one.answer(4, Lend(begin.version, begin.latest)).sealed)
+    # Without the sums, as if it had missed them, it takes the loan; and then another of the same version.
+    for _ in range(2):
+        one.answer(0, Lend(begin.version, None), late)
+    held = one.states[0].held
+    assert held is not None
+    assert (held.version, held.borrowed, held.reached) == (4, True, 3)
+    assert "holds version 3 of the model and was asked to go back to 1" in one.refusal(0, Lend(1, None), early)
+    slept = ClientState.unseal(one.states[0].seal(KEY), KEY).held
+    assert slept is not None
+    assert slept.reached == 3
+
+
+def test_nobodys_loan_takes_the_place_of_sums_that_a_client_has_worked_for() -> None:
+    """With a client on its side a server could make one model stand out, and read its upload off the next sum."""
+    one = hall(whole(), Begin, round=1)
+    begin: Any = one.ask.common
+    lent = one.answer(1, Lend(1, begin.latest))
+    ally = one.states[1]
+    assert ally.held is not None
+    weights = replace(ally.held.weights, parameters=ally.held.weights.parameters + 20.0)
+    crafted = one.role._keeper.lend(replace(ally, held=replace(ally.held, weights=weights)))
+    assert not torch.equal(crafted.sealed, lent.sealed)
+    one.answer(4, begin, Borrowed(crafted.sealed))
+    held = one.states[4].held
+    assert held is not None
+    assert not held.borrowed
+    assert torch.equal(held.weights.parameters, ally.held.weights.parameters)
+
+
+@pytest.mark.parametrize("scheme", ["paraaegis", "serial"])
+def test_who_lacks_what_the_epochs_rounds_are_drawn_by_has_no_quarrel_with_sums(scheme: str) -> None:
+    one = hall(job(scheme=scheme, **{**SMALL, "clients": 5, "rounds": 6, "epsilon": 1000.0}), Begin, round=1)
+    introductions = one.relay._introductions
+    assert introductions is not None
+    introductions.renew()
+    while not isinstance(one.ask.common, Nonces):
+        one.go_on([one.answer(client) for client in one.ask.to])
+    version, latest = one.relay.standing
+    assert latest is not None
+    with pytest.raises(ProtocolError, match="was not told how this epoch's rounds are drawn") as caught:
+        one.answer(0, Lend(version, latest))
+    assert caught.value.code is Code.PROTOCOL
+    assert one.states[0].misread == 0
+    # Another's model is of use to it meanwhile.
+    one.answer(1, request=one.ask.common)
+    lent = one.answer(1, Lend(version, latest))
+    one.answer(0, Finish(version, latest), Borrowed(lent.sealed))
+    held = one.states[0].held
+    assert held is not None
+    assert (held.version, held.borrowed) == (version, True)
 
 
 # ---- sums that cannot be read

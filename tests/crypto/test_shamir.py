@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from numpy.typing import NDArray
 from sympy import isprime
 
 from fedveil.crypto import shamir
@@ -119,15 +121,31 @@ def test_impossible_sharings_are_refused(holders: list[int], threshold: int) -> 
         split(SECRET, holders=holders, threshold=threshold, stream=OsSecrets().stream())
 
 
+def coefficients(polynomials: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+    """As bytes, by rising powers."""
+    whole = b"".join(number.to_bytes(48, "big") for row in polynomials for number in row)
+    return np.frombuffer(whole, dtype=np.uint8).reshape(len(polynomials), -1, 48)
+
+
 @pytest.mark.parametrize(("threshold", "most"), [(1, 4), (3, 60), (27, 1 << 14), (30, 1 << 29)])
 def test_many_secrets_are_shared_by_the_polynomials_that_whole_numbers_give(threshold: int, most: int) -> None:
     drawn = random.Random(threshold)
-    extremes = (0, 1, 2**256, PRIME - 1)
+    extremes = (0, 1, 2**256, PRIME - 1, 2**384 - 1)
     polynomials = [[drawn.choice([drawn.randrange(PRIME), *extremes]) for _ in range(threshold)] for _ in range(6)]
     points = [drawn.sample(range(1, most + 1), 4) for _ in polynomials]
     wanted = [
         [sum(c * pow(x, power, PRIME) for power, c in enumerate(row)) % PRIME for x in places]
         for row, places in zip(polynomials, points, strict=True)
     ]
-    values = shamir._evaluated(polynomials, np.array(points))
+    values = shamir._evaluated(coefficients(polynomials), np.array(points))
     assert [[int.from_bytes(share, "big") for share in row] for row in values] == wanted
+
+
+@pytest.mark.parametrize("constant", [0, 1, 296, 297, 16 * 297, 2**256, PRIME - 1])
+def test_shares_are_reduced_where_a_value_lies_just_around_the_prime(constant: int) -> None:
+    """Sums of limbs that are just above a power of two come out below zero before they are brought back."""
+    rows = [(constant, slope, place) for slope in (2**255, 2**256, PRIME - 1) for place in (1, 2, 16, 160, 1 << 29)]
+    places = np.array([[place] for _, _, place in rows])
+    values = shamir._evaluated(coefficients([row[:2] for row in rows]), places)
+    wanted = [(first + slope * place) % PRIME for first, slope, place in rows]
+    assert [int.from_bytes(share, "big") for [share] in values] == wanted

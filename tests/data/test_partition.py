@@ -119,6 +119,12 @@ def test_dirichlet_on_regression_is_refused() -> None:
         partition(line, clients=2, how="dirichlet")
 
 
+def test_dirichlet_on_several_labels_is_refused_as_what_it_is() -> None:
+    films = Dataset("films", "multilabel", torch.zeros(5, 1), torch.zeros(5, 3), 3)
+    with pytest.raises(ConfigError, match=r"'films' has several labels for each sample\. Use .* or 'site'"):
+        partition(films, clients=2, how="dirichlet")
+
+
 @pytest.mark.parametrize("how", COVERING)
 def test_more_clients_than_samples_is_refused_with_the_remedy(how: str) -> None:
     with pytest.raises(ConfigError, match="replacement"):

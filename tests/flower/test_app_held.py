@@ -520,7 +520,7 @@ def test_nobody_is_put_out_of_a_resumed_run_for_a_false_model_that_it_was_lent_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its masks are bound to another model than everybody else's: it is lent one anew, and the run ends with all."""
-    lend, lied, lost, out = Keeper.lend, list[int](), lost_where(("Begin", 2, 3)), tmp_path / "run"
+    lend, lied, out = Keeper.lend, list[int](), tmp_path / "run"
 
     def falsely(self: Any, state: Any) -> Any:
         if state.client == 0 and not lied:
@@ -533,11 +533,13 @@ def test_nobody_is_put_out_of_a_resumed_run_for_a_false_model_that_it_was_lent_b
     def killed(message: Message, reply: Message) -> list[Message]:
         if kind_of(message) == ("Begin", 4) and message.metadata.message_type == "train":
             raise _KilledError
-        return lost(message, reply)
+        return [reply]
 
     monkeypatch.setattr(Keeper, "lend", falsely)
+    grid = grid_of(tmp_path, twist=killed)
+    grid.lost = {("Begin", 2, 3)}
     with pytest.raises(_KilledError):
-        padded(out=out).start(grid_of(tmp_path, twist=killed), start_arrays(), 6)
+        padded(out=out).start(grid, start_arrays(), 6)
     assert lied
     padded(out=out, resume=True).start(grid_of(tmp_path), start_arrays(), 6)
     rows = list(RunFolder(out).metrics())

@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import override
-from fedveil.flower.cluster import CONNECTION, Janitor, Places, free_port, shared_out, shared_polls
+from fedveil.flower.cluster import CONNECTION, Places, WorkerSupervisor, free_port, shared_out, shared_polls
 from fedveil.flower.commands import POLL_INTERVAL, FlowerError, Submission, parse_event
 from fedveil.processes import descendants
 from flower_echo import create_echo
@@ -52,8 +52,8 @@ def rounds_of(events: list[dict[str, Any]]) -> list[int]:
     return [one["round"] for one in events if one["event"] == "round"]
 
 
-def test_a_janitor_without_homes_has_the_time_to_end_by_itself(tmp_path: Path) -> None:
-    Janitor([], log=tmp_path / "janitor.log").finish()
+def test_a_supervisor_without_homes_has_the_time_to_end_by_itself(tmp_path: Path) -> None:
+    WorkerSupervisor([], log=tmp_path / "supervisor.log").finish()
 
 
 def test_nodes_of_one_machine_share_its_cores_and_look_for_work_less_often_the_more_they_are(
@@ -154,7 +154,7 @@ def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp
     while courier.ping(home) is None:
         time.sleep(0.1)
     below = descendants(parent.pid)
-    assert len(below) >= 7, "three supervisors, what they hold, and the janitor"
+    assert len(below) >= 7, "three supervisors, what they hold, and that of the workers"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower.certificates import create_node_key
-from fedveil.flower.cluster import Cluster, Janitor, Service, free_port
+from fedveil.flower.cluster import Cluster, Service, WorkerSupervisor, free_port
 from fedveil.flower.commands import environment, supernode_command
 from fedveil.processes import descendants
 from fedveil.runs.terms import create_identities
@@ -61,8 +61,8 @@ def test_signed_secure_aggregation_gives_the_local_engines_model_and_a_stranger_
 ) -> None:
     cluster, proxy = wire
     settings = {"scheme": "veil-secagg"}
-    janitor = Janitor([], log=tmp_path / "janitor.log")
-    stranger = Service("stranger", log=tmp_path / "log", env=environment(tmp_path / "flwr"), held=janitor.held)
+    supervisor = WorkerSupervisor([], log=tmp_path / "supervisor.log")
+    stranger = Service("stranger", log=tmp_path / "log", env=environment(tmp_path / "flwr"), held=supervisor.held)
     if cluster.tls:
         create_node_key(tmp_path / "key")
     try:
@@ -83,7 +83,7 @@ def test_signed_secure_aggregation_gives_the_local_engines_model_and_a_stranger_
             assert "Exit Code: 305" in stranger.said()
     finally:
         stranger.kill()
-        janitor.finish()
+        supervisor.finish()
     assert_same(model_of(run.out, homes_of(cluster)), expected)
     assert [row["clients"] for row in rows(run.out)] == [3, 3]
     assert {one["event"] for one in events(run.out)} <= (set() if cluster.tls else {"turned away"})

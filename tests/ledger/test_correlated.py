@@ -19,7 +19,7 @@ from fedveil.ledger.correlated import NoiseLayout, _complete_bound, central, cha
 few = settings(deadline=None, max_examples=60)
 
 
-def covering_of(weights: np.ndarray, residual: np.ndarray, sensitivity: np.ndarray | None = None) -> NoiseLayout:
+def layout_of(weights: np.ndarray, residual: np.ndarray, sensitivity: np.ndarray | None = None) -> NoiseLayout:
     """From a symmetric matrix of pair variances; the clients are numbered 10, 13, 16, …"""
     first, second = np.nonzero(np.triu(weights))
     members = tuple(range(10, 10 + 3 * len(residual), 3))
@@ -28,7 +28,7 @@ def covering_of(weights: np.ndarray, residual: np.ndarray, sensitivity: np.ndarr
 
 
 def complete(size: int, *, pair: float, residual: float = 1.0) -> NoiseLayout:
-    return covering_of(pair * (1 - np.eye(size)), np.full(size, residual))
+    return layout_of(pair * (1 - np.eye(size)), np.full(size, residual))
 
 
 def random_out(random: np.random.Generator, size: int, out: int) -> np.ndarray:
@@ -44,17 +44,17 @@ def random_out(random: np.random.Generator, size: int, out: int) -> np.ndarray:
 def theta(edges: np.ndarray, ratio: float, colluding: tuple[int, ...] = ()) -> float:
     """The worst charge in units of the central limit."""
     size = len(edges)
-    noise_layout = covering_of(edges * ratio / size, np.full(size, 1 / size))
+    noise_layout = layout_of(edges * ratio / size, np.full(size, 1 / size))
     return float(charges(noise_layout, colluding=[noise_layout.members[i] for i in colluding]).max())
 
 
 @st.composite
-def coverings(draw: st.DrawFn) -> NoiseLayout:
+def layouts(draw: st.DrawFn) -> NoiseLayout:
     size = draw(st.integers(1, 8))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     scale = 10.0 ** random.uniform(-3, 3, (size, size))
     weights = np.triu(scale * (random.random((size, size)) < random.random()), 1)
-    return covering_of(weights + weights.T, 10.0 ** random.uniform(-2, 2, size), random.uniform(0.1, 3, size))
+    return layout_of(weights + weights.T, 10.0 ** random.uniform(-2, 2, size), random.uniform(0.1, 3, size))
 
 
 def by_hand(
@@ -89,7 +89,7 @@ def test_the_checked_numbers() -> None:
     assert theta(another, 1000, colluding) == pytest.approx(1.55, abs=5e-3)
 
 
-@given(noise_layout=coverings(), data=st.data())
+@given(noise_layout=layouts(), data=st.data())
 @few
 def test_charges_are_the_inverse_with_colluders_reveals_and_deletions(
     noise_layout: NoiseLayout, data: st.DataObject
@@ -105,14 +105,14 @@ def test_charges_are_the_inverse_with_colluders_reveals_and_deletions(
         assert value == pytest.approx(expected.get(member, 0.0), rel=1e-6)
 
 
-@given(noise_layout=coverings(), data=st.data())
+@given(noise_layout=layouts(), data=st.data())
 @few
 def test_a_missing_upload_never_raises_a_charge(noise_layout: NoiseLayout, data: st.DataObject) -> None:
     arrived = data.draw(st.sets(st.sampled_from(noise_layout.members)))
     assert np.all(charges(noise_layout, arrived=arrived) <= charges(noise_layout) * (1 + 1e-6))
 
 
-@given(noise_layout=coverings(), data=st.data())
+@given(noise_layout=layouts(), data=st.data())
 @few
 def test_a_revealed_seed_never_lowers_a_charge(noise_layout: NoiseLayout, data: st.DataObject) -> None:
     every = list(combinations(noise_layout.members, 2)) or [(noise_layout.members[0], noise_layout.members[0])]
@@ -120,7 +120,7 @@ def test_a_revealed_seed_never_lowers_a_charge(noise_layout: NoiseLayout, data: 
     assert np.all(charges(noise_layout, revealed=revealed) >= charges(noise_layout) * (1 - 1e-6))
 
 
-@given(noise_layout=coverings())
+@given(noise_layout=layouts())
 @few
 def test_charges_lie_between_the_sum_alone_and_no_pair_noise(noise_layout: NoiseLayout) -> None:
     ours = charges(noise_layout)
@@ -140,7 +140,7 @@ def test_strong_pair_noise_costs_no_accuracy(strength: float) -> None:
         for i in range(12):
             sigma[i, i] = mpmath.mpf(residual[i]) + mpmath.fsum(map(mpmath.mpf, weights[i]))
         inverse = sigma**-1
-    for i, value in enumerate(charges(covering_of(weights, residual))):
+    for i, value in enumerate(charges(layout_of(weights, residual))):
         assert inverse[i, i] <= value <= inverse[i, i] * (1 + 1e-9)
 
 
@@ -155,7 +155,7 @@ def test_badly_balanced_pairs_still_give_a_bound() -> None:
     weights[0, 1] = weights[1, 2] = weights[3, 4] = weights[4, 5] = 1e11
     weights[2, 3] = 1e-9
     # A bare inverse would need a margin of a few per cent.
-    noise_layout = covering_of(weights + weights.T, np.ones(6))
+    noise_layout = layout_of(weights + weights.T, np.ones(6))
     assert charges(noise_layout) == pytest.approx(np.full(6, 1 / 3), rel=2e-3)
     assert np.all(charges(noise_layout) >= 1 / 3 * (1 - 1e-8))  # less the thread's own part
 
@@ -163,7 +163,7 @@ def test_badly_balanced_pairs_still_give_a_bound() -> None:
 def test_what_nothing_covers_is_charged_without_limit() -> None:
     weights = np.zeros((5, 5))
     weights[0, 1] = weights[1, 0] = weights[2, 3] = weights[3, 2] = 7.0
-    noise_layout = covering_of(weights, np.array([0.0, 0.0, 0.0, 2.0, 0.0]))
+    noise_layout = layout_of(weights, np.array([0.0, 0.0, 0.0, 2.0, 0.0]))
     # 0 and 1 share noise that cancels; 2 is covered through 3; 4 stands bare.
     assert charges(noise_layout).tolist() == pytest.approx([math.inf, math.inf, 1 / 2 + 1 / 7, 1 / 2, math.inf])
     # Without the upload of 1 nothing cancels the pair noise on 0.
@@ -171,7 +171,7 @@ def test_what_nothing_covers_is_charged_without_limit() -> None:
 
 
 def test_one_who_releases_nothing_sensitive_is_never_charged() -> None:
-    noise_layout = covering_of(np.zeros((2, 2)), np.zeros(2), np.array([0.0, 1.0]))
+    noise_layout = layout_of(np.zeros((2, 2)), np.zeros(2), np.array([0.0, 1.0]))
     assert charges(noise_layout).tolist() == [0.0, math.inf]
     assert central(noise_layout).tolist() == [0.0, math.inf]
 
@@ -187,7 +187,7 @@ def test_a_repaired_client_whose_upload_is_late_stands_on_its_residual_noise() -
 
 def test_large_and_small_graphs_are_charged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = random_out(np.random.default_rng(1), 200, 4)
-    noise_layout = covering_of(edges * 50, np.random.default_rng(2).uniform(0.5, 2, 200))
+    noise_layout = layout_of(edges * 50, np.random.default_rng(2).uniform(0.5, 2, 200))
     dense = charges(noise_layout)
     monkeypatch.setattr(correlated, "DENSE_UP_TO", 10)
     monkeypatch.setattr(correlated, "DENSE_UP_TO_IF_FULL", 10)
@@ -197,7 +197,7 @@ def test_large_and_small_graphs_are_charged_alike(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_sum_alone_is_covered_by_all_residual_noise() -> None:
-    noise_layout = covering_of(
+    noise_layout = layout_of(
         np.ones((4, 4)) - np.eye(4), np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 1.0, 2.0, 2.0])
     )
     assert central(noise_layout) == pytest.approx([0.1, 0.1, 0.4, 0.4])
@@ -241,7 +241,7 @@ def test_the_bound_for_complete_graphs_holds_for_every_set_of_colluders(
     colluders = data.draw(st.integers(0, size - 1))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     weights = np.triu(strength * random.uniform(1, 3, (size, size)), 1)
-    noise_layout = covering_of(weights + weights.T, random.uniform(0.2, 3, size))
+    noise_layout = layout_of(weights + weights.T, random.uniform(0.2, 3, size))
     bound = _complete_bound(noise_layout.residual, float(noise_layout.pairs.min()), size - colluders)
     true = np.max(
         [charges(noise_layout, colluding=some) for some in combinations(noise_layout.members, colluders)], axis=0
@@ -254,7 +254,7 @@ def test_the_bound_for_complete_graphs_holds_for_every_set_of_colluders(
 
 def test_the_bound_for_complete_graphs_is_exact_for_equal_pairs() -> None:
     random = np.random.default_rng(5)
-    noise_layout = covering_of(2.0 * (1 - np.eye(6)), random.uniform(0.2, 3, 6))
+    noise_layout = layout_of(2.0 * (1 - np.eye(6)), random.uniform(0.2, 3, 6))
     true = np.max([charges(noise_layout, colluding=some) for some in combinations(noise_layout.members, 2)], axis=0)
     assert _complete_bound(noise_layout.residual, 2.0, 4) == pytest.approx(true, rel=1e-9)
     sums = [
@@ -273,7 +273,7 @@ def test_many_colluders_on_a_complete_graph_are_bounded_for_every_set() -> None:
 
 def test_colluders_on_a_sparse_graph_are_an_estimate_and_say_so() -> None:
     edges = random_out(np.random.default_rng(0), 60, 5)
-    noise_layout = covering_of(1000 * edges, np.ones(60))
+    noise_layout = layout_of(1000 * edges, np.ones(60))
     result = worst_collusion(noise_layout, 18, draws=4)
     assert not result.certified
     assert "4 random draws" in result.how

@@ -99,7 +99,7 @@ def test_clients_leave_by_their_own_account_where_the_server_keeps_none(often: N
 
 @pytest.mark.parametrize("change", ["without", "beside", "empty"])
 def test_clients_refuse_a_round_of_others_than_the_beacon_has_drawn(change: str) -> None:
-    one = sampled("secagg", clients=10, sampling_rate=0.6)
+    one = sampled("secagg", clients=10, sampling_rate=0.6, secrets=None)  # a round of 10 of 10 has nobody beside it
     engine, steps = LocalEngine(client_role(one), one.pool), server_of(one).run()
     ask = next_ask(steps)
     while not isinstance(ask.common, Train):

@@ -251,3 +251,24 @@ def test_one_exploding_client_of_many_is_named_and_costs_nobody_else() -> None:
     assert isinstance(broken, NumericError)
     assert "client 4" in str(broken)
     assert all(torch.equal(together, alone) for together, alone in sound)
+
+
+@pytest.mark.parametrize("size", [4, 14])
+def test_many_clients_take_the_batches_that_each_would_take_alone(size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    whole, order = data(90), torch.randperm(90)
+    clients = [ClientData(number, whole.x, whole.y, rows=order[14 * number : 14 * (number + 1)]) for number in range(3)]
+    clients += [data(client=number) for number in (3, 4, 5)]
+    work = LocalSteps(CrossEntropy(), Batches(size, 9), Schedule(0.1), steps=19)  # beyond one look-up, and one epoch
+    architecture, weights = draw(model, whole.x[:2], traced=False)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    workspace = Workspace(architecture, work.layout(architecture, tensors=1))
+    assert [len(unit) for unit in work.units(workspace, sent, clients)] == [6]
+    together = dict(work.run_many(workspace, sent, clients, round=2))
+    for position, client in enumerate(clients):
+        alone = work.run(workspace, sent, client, round=2)
+        found = together[position]
+        assert isinstance(found, Tensor)
+        assert torch.allclose(found, alone, rtol=1e-11, atol=1e-12)
+        assert float(alone[:-2].abs().max()) > 0.1

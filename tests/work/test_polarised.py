@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from driving import drive
-from federation import distance, job, server_of, trained
+from federation import distance, job, reordered, server_of, trained
 from fedveil import data, models
 from fedveil.audit.attacks.deep_leakage import Search, idlg, polarised
 from fedveil.audit.attacks.gradients import Problem
@@ -39,7 +39,7 @@ def heard(one: Job, absent: Absent | None = None) -> tuple[list[Upload], LocalEn
     """The uploads of a whole run, and the engine with what its clients remember."""
     said: list[Any] = []
     keep = lambda replies: said.extend(replies) or replies  # noqa: E731
-    engine = LocalEngine(client_role(one), one.pool, reorder=keep, absent=absent)
+    engine = reordered(LocalEngine(client_role(one), one.pool, absent=absent), keep)
     drive(engine, server_of(one).run(), on_round=lambda done: None)
     return said, engine
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ MODEL = "model"
 _CERTAIN = ("the model's function", "the model's parameters", "the server's updates")
 """What the model itself is worth without protection is known without trying."""
 _OF_THE_MODEL = (*_CERTAIN, "members", "what classes look like")
-NEEDS = ("classes", "pictures", "numbers", "head noise", "veil", "sketch", "private head")
-GRANTS = ("public", "labelled")
+Need = Literal["classes", "pictures", "numbers", "head noise", "veil", "sketch", "private head"]
+Grant = Literal["public", "labelled"]
 TARGETS = ("upload", "sum")
 CPU = torch.device("cpu")
 STANDSTILL = 1e-12
@@ -215,8 +215,8 @@ def attack(
     reference: str | ReferenceRun | None,
     how: str,
     asked: float | None = None,
-    needs: Sequence[Literal["classes", "pictures", "numbers", "head noise", "veil", "sketch", "private head"]] = (),
-    granted: Sequence[Literal["public", "labelled"]] = (),
+    needs: Sequence[Need] = (),
+    granted: Sequence[Grant] = (),
     adaptive: bool = False,
     learns: bool = False,
     slow: bool = False,
@@ -242,8 +242,8 @@ def attack(
     for what, given, known in (
         ("sight of an attack", seen, SIGHTS),
         ("asset", (asset,), ASSETS),
-        ("need of an attack", tuple(needs), NEEDS),
-        ("grant to an attack", tuple(granted), GRANTS),
+        ("need of an attack", tuple(needs), get_args(Need)),
+        ("grant to an attack", tuple(granted), get_args(Grant)),
         ("reference run", (reference,) if isinstance(reference, str) else (), REFERENCES),
     ):
         for word in given:

@@ -444,8 +444,7 @@ class AuditStore:
             elif {**stored["identity"], "quick": True} == self._identity and stored["findings"]:
                 raise ConfigError(
                     f"{self.path} holds a full audit of this run, which a quick one would replace: give another "
-                    f"{spelled('out')}, "
-                    "or leave --quick out."
+                    f"{spelled('out')}, or leave --quick out."
                 )
             else:
                 self.replaced = True

@@ -27,7 +27,6 @@ from fedveil.audit.views import (
     OutsiderView,
     ServerHistory,
     ServerView,
-    weights_by_name,
     weights_from,
 )
 from fedveil.client_held.messages import Begin, Divide
@@ -474,7 +473,7 @@ class Recorder(Guarded):
         if veil is None:
             return
         if heard.kind == "request":
-            self._write("weights", {}, weights_by_name(veil.weights))
+            self._write("weights", {}, veil.weights.named())
         elif heard.kind == "reply" and isinstance(heard.message, Upload):
             self._recover(heard.message, veil)
             self._share(heard, request, veil)

@@ -171,8 +171,7 @@ def from_folder(
     if not folder.record.exists():
         raise CheckpointError(
             f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with "
-            f"{spelled('record', True)} "
-            f"(and another {spelled('out')})."
+            f"{spelled('record', True)} (and another {spelled('out')})."
         )
     config = folder.config(own, say=say)
     if folder.own_data and "dataset" not in (own or {}):

@@ -40,7 +40,7 @@ from fedveil.audit.subject import (
     unprotected_model,
     unprotected_upload,
 )
-from fedveil.audit.views import ClientView, OutsiderView, Sent, ServerHistory, ServerView, View, weights_by_name
+from fedveil.audit.views import ClientView, OutsiderView, Sent, ServerHistory, ServerView, View
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.downlink.architecture import Weights, draw
@@ -350,8 +350,7 @@ class _Model:
         view = client_view(self.run.record, self.client, data=_cpu(self.run.own(self.client)))
         self.held = self.run.held
         if self.held:
-            named = weights_by_name(_weights(scene))
-            view = replace(view, known={f"weights.{name}": value for name, value in named.items()})
+            view = replace(view, known=_weights(scene).named("weights."))
         self.view = view
         last = None if self.held else view.broadcasts[-1]
         self.head = last is not None and last.broadcast.head is not None

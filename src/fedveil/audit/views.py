@@ -324,7 +324,7 @@ def to_bytes(view: View) -> bytes:
         }
         tensors |= _given({"labels": view.labels, "uncovered": view.uncovered})
         if view.weights is not None:
-            tensors |= {f"weights.{name}": value for name, value in weights_by_name(view.weights).items()}
+            tensors |= view.weights.named("weights.")
         for name, opened in (("recovered", view.recovered), ("summed", view.summed)):
             if opened is not None:
                 fields[name] = opened.loss
@@ -417,17 +417,11 @@ def weights_from(tensors: Mapping[str, Tensor]) -> Weights | None:
     """A model's values from named tensors; None where there are none."""
     if "parameters" not in tensors:
         return None
-    return Weights(tensors["parameters"], tensors["epsilon"], tensors["statistics"], _under("buffer", tensors))
+    return Weights.from_named(tensors)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
-
-
-def weights_by_name(weights: Weights) -> dict[str, Tensor]:
-    """A model's values as named tensors."""
-    own = {"parameters": weights.parameters, "epsilon": weights.epsilon, "statistics": weights.statistics}
-    return {**own, **{f"buffer.{name}": value for name, value in weights.buffers.items()}}
 
 
 def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ def main() -> None:
         sys.exit(FedVeilError.exit_code)
     except SystemExit as stop:
         if stop.code == _STOPPED:  # what Typer makes of Ctrl-C, without a word
-            print("stopped; what was written so far is kept (a run: continue with --resume)", file=sys.stderr)
+            again = "run, compare: go on with --resume; reproduce: with the same command"
+            print(f"stopped; what was written so far is kept ({again})", file=sys.stderr)
             if told:
                 sys.exit(_TERMINATED)
         raise

@@ -9,7 +9,7 @@ from fedveil.cli.compare import compare, report
 from fedveil.cli.flower import flower, keys
 from fedveil.cli.inspect import inspect, inspect_data
 from fedveil.cli.ledger import ledger
-from fedveil.cli.options import SUGGESTS_COMMANDS, Command
+from fedveil.cli.options import SUGGESTS_COMMANDS, Command, flowing
 from fedveil.cli.predict import export, predict
 from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import demo, run
@@ -46,5 +46,7 @@ for command in (
     *(run, compare, audit, report, ledger, keys, demo, inspect, inspect_data),
     *(schemes, models, export, predict, reproduce, doctor),
 ):
-    app.command(cls=Command)(command)
+    app.command(cls=Command, help=flowing(command.__doc__))(command)
+for info in flower.registered_commands:
+    info.help = flowing(info.callback.__doc__)
 app.add_typer(flower)

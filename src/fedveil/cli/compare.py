@@ -16,7 +16,8 @@ from rich.table import Table
 
 from fedveil.cli import options as flag
 from fedveil.cli.options import takes_flags
-from fedveil.cli.tables import aside, complaints, fits, percent, plainly, size, table
+from fedveil.cli.tables import aside, complaints, fits, percent, plainly, table
+from fedveil.plain import legible_size
 
 if TYPE_CHECKING:
     from fedveil.compare import CellEvent, CellProgress, Comparison
@@ -92,8 +93,8 @@ def _live_table(standings: Sequence[CellProgress], *, most: int) -> Table:
             "–" if progress.loss is None else f"{progress.loss:.4f}",
             _score(progress),
             _epsilon(progress),
-            size(progress.bytes_down) if begun else "–",
-            size(progress.bytes_up) if begun else "–",
+            legible_size(progress.bytes_down) if begun else "–",
+            legible_size(progress.bytes_up) if begun else "–",
             f"{progress.seconds:.1f}" if begun else "–",
             f"[{colour}]{progress.state}[/{colour}]",
         )
@@ -153,7 +154,7 @@ def _figures(name: str, figures: dict[str, Any], metrics: Sequence[str]) -> tupl
     from fedveil.cli.judged import measured
 
     runs = f"{figures['n']}" + (f", {figures['failed']} failed" if figures["failed"] else "")
-    down, up = (size(figures[way]["mean"]) if way in figures else "–" for way in ("bytes_down", "bytes_up"))
+    down, up = (legible_size(figures[way]["mean"]) if way in figures else "–" for way in ("bytes_down", "bytes_up"))
     return (
         name,
         *(measured(figures, metric) for metric in metrics),
@@ -236,7 +237,7 @@ def glance(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
         f"MSE {figures['test_mse']['mean']:.4f}" if score is None else percent(score["mean"]),
         epsilon if towards[0] is None else f"{towards[0]:.3g}",
         f"{cost['seconds']:,.{1 if cost['seconds'] < 100 else 0}f} s" if cost else "–",
-        size(moved),
+        legible_size(moved),
         _got(attacked.get("data")),
         _got(attacked.get("members")),
         "–" if exact is None else f"{100 * exact:.0f} %",
@@ -482,7 +483,7 @@ def report(
     first = sources[0] if sources[0].is_dir() else sources[0].parent
     with working("writing the report"):
         made = write_report(sources, out or first / "report.html", with_records=with_records)
-    plainly(f"wrote {made} ({size(made.stat().st_size)})")
+    plainly(f"wrote {made} ({legible_size(made.stat().st_size)})")
     if with_records and "records" in made.name:
         plainly("it may show samples of clients: keep it as you keep their data")
     if show:

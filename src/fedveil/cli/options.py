@@ -54,6 +54,12 @@ SUGGESTS_COMMANDS = not hasattr(sys.modules[typer.BadParameter.__module__], "NoS
 _ALONE = ("--tensorboard", "--mlflow", "--wandb")
 
 
+def flowing(text: str | None) -> str:
+    """A docstring whose paragraphs are lines: Typer breaks those of the source, and the terminal's again."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(one if one.startswith(" ") else " ".join(one.split()) for one in paragraphs)
+
+
 class Command(TyperCommand):
     """A command whose tracking flags may stand alone: they then have an empty value, which is the usual place."""
 

@@ -10,7 +10,8 @@ import typer
 
 from fedveil.cli.ledger import show_ledger
 from fedveil.cli.options import Config, Mlflow, TensorBoard, Wandb, read_settings, takes_flags
-from fedveil.cli.tables import aside, console, percent, plainly, size, table
+from fedveil.cli.tables import aside, console, percent, plainly, table
+from fedveil.plain import legible_size
 
 if TYPE_CHECKING:
     from fedveil.data.description import Description
@@ -121,9 +122,10 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         rows.append(("best round", f"{best['round']} ({figure}): {out / 'best.safetensors'}"))
     if summary["holder"] == "clients":
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
-    rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
+    down, up = (legible_size(summary[f"bytes_{way}"]) for way in ("down", "up"))
+    rows.append(("bytes per client and round", f"{down} down, {up} up"))
     if "needed_bytes_down" in summary:
-        down, up = (size(summary[f"needed_bytes_{way}"]) for way in ("down", "up"))
+        down, up = (legible_size(summary[f"needed_bytes_{way}"]) for way in ("down", "up"))
         rows.append(("… of which are needed", f"{down} down, {up} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
     if "target" in summary:
@@ -195,8 +197,8 @@ def demo(
         ),
         (f"accuracy of answering {judged.constant_answer}", *(constant for _ in summaries)),
         ("training loss", *(f"{summary['train_loss']:.5f}" for summary in summaries)),
-        ("bytes down per client and round", *(size(summary["bytes_down"]) for summary in summaries)),
-        ("bytes up", *(size(summary["bytes_up"]) for summary in summaries)),
+        ("bytes down per client and round", *(legible_size(summary["bytes_down"]) for summary in summaries)),
+        ("bytes up", *(legible_size(summary["bytes_up"]) for summary in summaries)),
         ("time", *(f"{summary['seconds']:.1f} s" for summary in summaries)),
     ]
     title = f"digits, mlp, {clients} clients, {rounds} rounds, seed {seed}"

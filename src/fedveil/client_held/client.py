@@ -369,18 +369,23 @@ class Keeper:
         if version < 0:
             raise ProtocolError(f"client {state.client} was asked for version {version} of the model, which cannot be")
         held = self.held(state)
-        # What was lent may have been false, or of sums that were taken back: another's word takes its place.
+        # What was lent may have been false, or of sums that were taken back: another's word takes its place, but not
+        # that of what this client has come to by itself: loans can be sent again.
         lent_again = held.borrowed and isinstance(private, Borrowed)
-        if version < held.version and state.ran == state.ring().run and not lent_again:
+        least = held.reached if lent_again else held.version
+        if version < least and state.ran == state.ring().run:
             raise ProtocolError(
-                f"client {state.client} holds version {held.version} of the model and was asked to go back to {version}"
+                f"client {state.client} holds version {least} of the model and was asked to go back to {version}"
             )
         if held.version == version and not lent_again:
             return replace(state, held=held)
+        following = latest if latest is not None and latest.version == version == held.version + 1 else None
+        # Sums that it has worked for itself come before anybody's word.
+        own_work = following is not None and bool(state.ring().beacon) and _worked_for(state, following)
+        if following is not None and (own_work or not isinstance(private, Borrowed)):
+            return replace(state, held=self.moved(replace(state, held=held), following), pending=None)
         if isinstance(private, Borrowed):
             return replace(state, held=self._borrowed(state, private, version), pending=None)
-        if held.version + 1 == version and latest is not None and latest.version == version:
-            return replace(state, held=self.moved(replace(state, held=held), latest), pending=None)
         raise ProtocolError(
             f"client {state.client} holds version {held.version} of the model, was asked to work on {version}, and was "
             "not sent what it lacks"
@@ -404,16 +409,18 @@ class Keeper:
             raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
         device = self._terms.architecture.trainable.device
         held = Held.restored(facts, {name: tensor.to(device) for name, tensor in tensors.items()})
-        return replace(held, borrowed=True)
+        return replace(held, borrowed=True, own=self.held(state).reached)
 
     def moved(self, state: ClientState, latest: Aggregate) -> Held:
         """The model one aggregate further; simulated clients that hold the same one share the result."""
         held, pending = self.held(state), state.pending
         if self._moved is not None and self._moved[0] is latest and self._moved[1] is held:
             return self._moved[2]
-        which = (latest.round, latest.attempt)
-        if pending is None or pending.winners is None or (pending.round, pending.attempt) != which:
+        if pending is None or not _worked_for(state, latest):
             raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
+        if not state.ring().beacon:
+            # Nothing is wrong with the sums: what goes with them has not arrived.
+            raise ProtocolError(f"client {state.client} was not told how this epoch's rounds are drawn")
         try:
             recovered = self._recovered(state, latest, pending)
         except (ProtocolError, ConfigError) as reason:
@@ -445,6 +452,13 @@ class Keeper:
         sums = self._terms.layout.split(torch.cat([mean, mean.new_ones(1)]))
         values = sums["values"]
         return Recovered(sums["gradients"][0], float(values[0]) if values.numel() else None, sums["statistics"], None)
+
+
+def _worked_for(state: ClientState, sums: Aggregate) -> bool:
+    """Whether sums are those of the round that a client has uploaded in, or knows the winners of."""
+    pending = state.pending
+    known = pending is not None and pending.winners is not None
+    return known and pending is not None and (pending.round, pending.attempt) == (sums.round, sums.attempt)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -43,7 +43,6 @@ from fedveil.uplink.vote import (
 from fedveil.work.per_sample import clipped
 
 Voting = Literal["tags", "histogram"]
-VOTES = ("tags", "histogram")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ that one; the server relays what it cannot open. Any member can let a latecomer 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.ledger.releases import Released
-from fedveil.protocol.client_state import _KEY_BYTES, FINGERPRINT_BYTES, ClientState, Group
+from fedveil.protocol.client_state import FINGERPRINT_BYTES, KEY_BYTES, ClientState, Group
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Ask, Gathered, Inbox
+from fedveil.protocol.phases import Ask, Confirmations, Gathered, Inbox
 from fedveil.secrets import SecretSource
 from fedveil.shapes import Sizes, clients, counts, octets
 from fedveil.uplink.unmasking import packed, unpacked
@@ -113,7 +113,7 @@ def found(
 
     ring, group = state.ring(), state.group
     if group is None or group.run != ring.run:
-        key = secrets.stream("group", state.client, ring.run).bytes(_KEY_BYTES)
+        key = secrets.stream("group", state.client, ring.run).bytes(KEY_BYTES)
         group = Group(ring.run, key, keys.fresh_opening(request.clients))
     content = json.dumps(group.stored()).encode()
     invited = {}
@@ -171,18 +171,6 @@ class _Founding(Inbox[Founded]):
         self.invited, self.reply = invited, reply
 
 
-class _Joining(Inbox[Joined]):
-    """Takes consents to one group."""
-
-    def __init__(self, fingerprint: bytes, clients: Collection[int]) -> None:
-        self._fingerprint = fingerprint
-        self.expect(Joined, clients)
-
-    def _fold(self, reply: Joined) -> None:
-        if to_bytes(reply.fingerprint) != self._fingerprint:
-            raise ProtocolError("a client has not joined the group it was invited to")
-
-
 class Gathering:
     """Server side: who is of the group, and the public key under which its members encrypt."""
 
@@ -223,7 +211,9 @@ class Gathering:
         joined: tuple[int, ...] = ()
         declined = False
         if invited:
-            answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint, invited), each=each)
+            other = "a client has not joined the group it was invited to"
+            joining = Confirmations(Joined, invited, "fingerprint", fingerprint, otherwise=other)
+            answer = yield Ask(tuple(invited), Join(founder), joining, each=each)
             assert answer is not None
             self.refused.update(answer.refused)
             joined, declined = answer.arrived, bool(answer.refused)

@@ -52,7 +52,7 @@ from fedveil.downlink.architecture import Architecture
 from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
 from fedveil.protocol.messages import Aggregate, Request
 from fedveil.protocol.parts import RoundContext, Scheme
-from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.phases import Ask, Confirmations, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.roles.server import Conductor, RunTerms, too_few
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import Tally
@@ -359,20 +359,26 @@ class RelayRole(Conductor):
         while before != self._version:
             before = self._version
             members = tuple(client for client in self._group.members if client not in self._barred)
-            ready = tuple(client for client in members if self._up_to_date(client))
-            yield from self._farewell(ready, {})
+            yield from self._farewell(tuple(client for client in members if self._up_to_date(client)), {})
             if before == self._version:
-                loans = yield from self._loans([client for client in members if client not in ready])
+                loans = yield from self._loans(members)
                 if before == self._version:
                     yield from self._farewell(tuple(loans), loans)
 
+    def _broken_off(self) -> Steps:
+        """As after the last round: what came of the rounds that were held is everybody's."""
+        yield from self._finish()
+
     def _farewell(self, clients: tuple[int, ...], loans: Mapping[int, Request]) -> Steps:
         if clients:
-            into = Farewells(self._version, clients)
+            into = farewells(self._version, clients)
             gathered = yield Ask(clients, Finish(self._version, self._latest), into, each=loans)
             assert gathered is not None
             self._holding.update(dict.fromkeys(gathered.arrived, self._version))
-            self._unreadable.update(unreadable(gathered.refused))
+            without = unreadable(gathered.refused)
+            self._unreadable.update(without)
+            # Who lacks something else, like what this epoch's rounds are drawn by, is lent what the others have.
+            self._holding.update(dict.fromkeys(gathered.refused.keys() - set(without), _BEHIND))
             self._given_up()
 
 
@@ -486,16 +492,10 @@ class Loan(Inbox[Lent]):
         self.sealed = reply.sealed
 
 
-class Farewells(Inbox[Finished]):
+def farewells(version: int, clients: Sequence[int]) -> Confirmations[Finished]:
     """Hears which version everybody ends with."""
-
-    def __init__(self, version: int, clients: Sequence[int]) -> None:
-        self._version = version
-        self.expect(Finished, clients)
-
-    def _fold(self, reply: Finished) -> None:
-        if reply.version != self._version:
-            raise ProtocolError("a client ends with another version of the model")
+    other = "a client ends with another version of the model"
+    return Confirmations(Finished, clients, "version", version, otherwise=other)
 
 
 def _numbers(clients: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import schemes as registry
-from fedveil.compare.grid import Report, besides, complete, cores, run_grid
+from fedveil.compare.grid import Report, besides, complete, run_grid
 from fedveil.compare.plan import (
     CellEvent,
     CellProgress,
@@ -27,6 +27,7 @@ from fedveil.compare.plan import (
 from fedveil.config import as_before
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
+from fedveil.processes import usable_cores
 from fedveil.runs.callbacks import Say
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.tracking import Tracked, trackers
@@ -265,4 +266,4 @@ def _take_finished(progress: CellProgress, out: Path, plan: Plan) -> None:
 
 def _jobs(plan: Plan) -> int:
     """One process per core that is ours; one in all where they would share a GPU."""
-    return cores() if str(plan.common["device"]).startswith("cpu") else 1
+    return usable_cores() if str(plan.common["device"]).startswith("cpu") else 1

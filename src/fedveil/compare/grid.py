@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import selectors
@@ -21,7 +22,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -31,7 +31,7 @@ from fedveil import framing
 from fedveil.config import RunConfig
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.plain import read_named
-from fedveil.processes import ChildDiedError, ChildProcess, channel, processor_seconds, python
+from fedveil.processes import ChildDiedError, ChildProcess, channel, processor_seconds, python, usable_cores
 from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder, write_atomically
 
@@ -153,7 +153,7 @@ def _cost(folder: Path) -> dict[str, Any]:
 
 def _note_cost(folder: Path, cost: Mapping[str, Any]) -> None:
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-    content = {**cost, "load": load, "cores": cores()}
+    content = {**cost, "load": load, "cores": usable_cores()}
     write_atomically(folder / COST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -247,8 +247,9 @@ def run_grid(
 ) -> None:
     """Run cells, at most `jobs` at a time, each process with `threads` cores (None: as many as there are).
 
-    `take` hears every report, in this thread. `path` are folders from which work may be imported; what libraries say
-    goes to the file `log`, or, when their process ends, to standard error.
+    The next of `cells` is asked for when a process is free for it. `take` hears every report, in this thread. `path`
+    are folders from which work may be imported; what libraries say goes to the file `log`, or, when their process ends,
+    to standard error.
     """
     order = {"work": work, "path": [str(entry) for entry in path]}
     if jobs is None:
@@ -257,12 +258,12 @@ def run_grid(
             perform({**order, **job_of(cell)}, lambda report, cell=cell: take(cell, report), catch=False)  # type: ignore[misc]
         return
     env = {**os.environ, **({} if threads is None else dict.fromkeys(_THREADS, str(threads)))}
-    waiting = deque(cells)
+    waiting = iter(cells)
     running: dict[ChildProcess, Cell] = {}
     heard: set[ChildProcess] = set()
 
-    def give(process: ChildProcess) -> None:
-        cell = running[process] = waiting.popleft()
+    def give(process: ChildProcess, cell: Cell) -> None:
+        running[process] = cell
         with contextlib.suppress(ChildDiedError):  # its output tells
             process.send(Frame.JOB, json.dumps({**order, **job_of(cell)}).encode())
         take(cell, {"kind": "start"})
@@ -275,11 +276,13 @@ def run_grid(
 
     with log.open("ab+") if log else contextlib.nullcontext() as file, selectors.DefaultSelector() as outputs:
         try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
+            while True:
+                for cell in itertools.islice(waiting, jobs - len(running)):
                     process = ChildProcess(python("fedveil.compare.grid:main"), name="A worker", log=file, env=env)
                     outputs.register(process.output, selectors.EVENT_READ, process)
-                    give(process)
+                    give(process, cell)
+                if not running:
+                    break
                 for key, _ in outputs.select():
                     process = key.data
                     report = _next_report(process)
@@ -287,8 +290,9 @@ def run_grid(
                     take(running[process], report)
                     if report["kind"] not in ("done", "failed"):
                         continue
-                    if waiting and "died" not in report:
-                        give(process)
+                    following = [] if "died" in report else [*itertools.islice(waiting, 1)]
+                    if following:
+                        give(process, *following)
                     else:
                         outputs.unregister(process.output)
                         end(process)
@@ -316,8 +320,3 @@ def _next_report(process: ChildProcess) -> Report:
         reason = f"Its process {process.ending()}"
         return {"kind": "failed", "code": FedVeilError.exit_code, "reason": reason, "died": True}
     return told
-
-
-def cores() -> int:
-    """How many cores are ours."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fedveil import framing
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.framing import Part
-from fedveil.processes import ChildDiedError, ChildProcess, channel, python
+from fedveil.processes import ChildDiedError, ChildProcess, channel, python, usable_cores
 
 if TYPE_CHECKING:
     from fedveil.crypto.ckks import Material
@@ -258,8 +258,7 @@ def workers() -> int:
         if not named.isdecimal() or int(named) < 1:
             raise ConfigError(f"{VARIABLE} must be a whole number of processes from 1 on, not {named!r}.")
         return int(named)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_BY_DEFAULT)
+    return min(usable_cores(), MOST_BY_DEFAULT)
 
 
 def _spread(task: _Task[Item]) -> list[Item]:

@@ -36,36 +36,33 @@ def split_many(
             raise ProtocolError("a secret is shared among distinct, non-negative numbers")
         if not 1 <= threshold <= len(around):
             raise ProtocolError(f"a threshold of {threshold} does not fit {len(around)} holders")
-    random = threshold - 1
-    drawn = [stream.bytes(48 * random) if random else b"" for _ in secrets]
-    # 48 random bytes reduced modulo a 257-bit prime are uniform to 2⁻¹²⁷.
-    polynomials = [
-        [
-            int.from_bytes(secret, "big"),
-            *(int.from_bytes(row[at : at + 48], "big") % PRIME for at in range(0, 48 * random, 48)),
-        ]
-        for secret, row in zip(secrets, drawn, strict=True)
-    ]
-    values = _evaluated(polynomials, np.array(holders, dtype=np.int64) + 1)
+    # Every polynomial has 48 random bytes for each power: reduced modulo a 257-bit prime they are uniform to 2⁻¹²⁷.
+    random = _COEFFICIENT_BYTES * (threshold - 1)
+    drawn = [secret.rjust(_COEFFICIENT_BYTES, b"\0") + (stream.bytes(random) if random else b"") for secret in secrets]
+    coefficients = np.frombuffer(b"".join(drawn), dtype=np.uint8).reshape(len(drawn), threshold, _COEFFICIENT_BYTES)
+    values = _evaluated(coefficients, np.array(holders, dtype=np.int64) + 1)
     return [dict(zip(around, shares, strict=True)) for around, shares in zip(holders, values, strict=True)]
 
 
 _MOST = 1 << 30
+_COEFFICIENT_BYTES = 48
 _LIMB, _LIMBS = 26, 10
 _MASK = (1 << _LIMB) - 1
 _FOLDED = 16 * 297
 """2²⁶⁰ is −16·297 modulo the prime."""
 
 
-def _evaluated(polynomials: Sequence[Sequence[int]], points: NDArray[np.int64]) -> list[list[bytes]]:
+def _evaluated(coefficients: NDArray[np.uint8], points: NDArray[np.int64]) -> list[list[bytes]]:
     """Each polynomial's values at its row of points below 2³⁰, as shares: Horner's rule for all of them at once.
 
-    Numbers are ten limbs of 26 bits, carried often enough that none passes 2⁶²; what passes 2²⁶⁰ comes back at the
-    bottom.
+    Coefficients are bytes, by rising powers. Numbers are ten limbs of 26 bits, carried often enough that none passes
+    2⁶²; what passes 2²⁶⁰ comes back at the bottom.
     """
-    words = np.frombuffer(b"".join(number.to_bytes(40, "little") for row in polynomials for number in row), dtype="<u4")
-    words = words.astype(np.int64).reshape(len(polynomials), -1, 10)
+    words = np.ascontiguousarray(coefficients[..., ::-1]).view("<u4").astype(np.int64)
     limbs = np.stack([_bits(words, _LIMB * at) for at in range(_LIMBS)])
+    for at in range(_LIMBS, 8 * _COEFFICIENT_BYTES // _LIMB + 1):
+        limbs[at - _LIMBS] -= _FOLDED * _bits(words, _LIMB * at)
+    _carry(limbs)
     steps = max(1, (60 - _LIMB) // int(points.max()).bit_length())
     value = np.zeros((_LIMBS, *points.shape), dtype=np.int64)
     degree = limbs.shape[2]
@@ -74,21 +71,21 @@ def _evaluated(polynomials: Sequence[Sequence[int]], points: NDArray[np.int64]) 
         value += limbs[:, :, degree - 1 - number, None]
         if number % steps == steps - 1:
             _carry(value)
-    return [
-        [_joined(column).to_bytes(SHARE_BYTES, "big") for column in row] for row in np.moveaxis(value, 0, 2).tolist()
-    ]
+    rows, columns = points.shape
+    packed = _packed(value).tobytes()
+    whole = [packed[at : at + SHARE_BYTES] for at in range(0, len(packed), SHARE_BYTES)]
+    return [whole[row * columns : (row + 1) * columns] for row in range(rows)]
 
 
 def _bits(words: NDArray[np.int64], start: int) -> NDArray[np.int64]:
     """26 bits from `start` on of numbers in words of 32."""
     at, shift = divmod(start, 32)
-    return (words[..., at] >> shift | words[..., min(at + 1, 9)] << 32 - shift) & _MASK
+    above = words[..., at + 1] << 32 - shift if at + 1 < words.shape[-1] else 0
+    return (words[..., at] >> shift | above) & _MASK
 
 
 def _carry(value: NDArray[np.int64]) -> None:
-    for at in range(_LIMBS - 1):
-        value[at + 1] += value[at] >> _LIMB
-        value[at] &= _MASK
+    _spread(value)
     over = value[-1] >> _LIMB
     value[-1] &= _MASK
     value[0] -= _FOLDED * over
@@ -96,8 +93,33 @@ def _carry(value: NDArray[np.int64]) -> None:
     value[0] &= _MASK
 
 
-def _joined(limbs: Sequence[int]) -> int:
-    return sum(limb << _LIMB * at for at, limb in enumerate(limbs)) % PRIME
+def _spread(value: NDArray[np.int64]) -> None:
+    for at in range(_LIMBS - 1):
+        value[at + 1] += value[at] >> _LIMB
+        value[at] &= _MASK
+
+
+_TOP = 256 - _LIMB * (_LIMBS - 1)
+"""Bits of the last limb that lie below 2²⁵⁶."""
+
+
+def _packed(value: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Numbers in limbs, reduced below the prime, each as the bytes of a share."""
+    _carry(value)
+    _spread(value)
+    value[0] -= 297 * (value[-1] >> _TOP)  # 2²⁵⁶ is −297
+    value[-1] &= (1 << _TOP) - 1
+    _spread(value)
+    below = value[-1] < 0
+    value[0] += 297 * below
+    value[-1] += below.astype(np.int64) << _TOP
+    _spread(value)
+    packed = np.empty((*value.shape[1:], SHARE_BYTES), dtype=np.uint8)
+    for at in range(SHARE_BYTES):
+        limb, shift = divmod(8 * at, _LIMB)
+        above = value[limb + 1] << _LIMB - shift if limb + 1 < _LIMBS else 0
+        packed[..., -1 - at] = (value[limb] >> shift | above) & 0xFF
+    return packed
 
 
 _MOST_SUBSETS = 256

@@ -423,8 +423,7 @@ def _part(arrays: Mapping[str, Array], path: Path, options: Options, part: str =
     if x is None or y is None:
         of = f" of the {part} part" if part else ""
         raise DataError(
-            f"{path}: no {'samples' if x is None else 'labels'}{of}; "
-            f"it holds {', '.join(arrays) or 'nothing'}. "
+            f"{path}: no {'samples' if x is None else 'labels'}{of}; it holds {', '.join(arrays) or 'nothing'}. "
             "Expected x and y (or data and labels, images and labels, x_train, y_train, x_test, y_test)."
         )
     groups = _owner(arrays, path, "group", options.group, _GROUPS, part)

@@ -286,7 +286,7 @@ def _described(
         input_shape=first.input_shape,
         outputs=first.outputs,
         labels=first.labels,
-        parts={name: _summed([_counts(piece) for piece in pieces], pieces) for name, pieces in parts.items()},
+        parts={name: _summed([_counts(piece) for piece in pieces]) for name, pieces in parts.items()},
         clients=clients,
         client_names=names,
         columns=columns,
@@ -346,7 +346,7 @@ def _counts(data: Dataset, rows: Tensor | None = None) -> Counts:
     return Counts(len(y), classes, None if groups is None else len(torch.unique(groups)), by_site, target)
 
 
-def _summed(counts: Sequence[Counts], pieces: Sequence[Dataset]) -> Counts:
+def _summed(counts: Sequence[Counts]) -> Counts:
     """The counts of a part that comes in pieces."""
     if len(counts) == 1:
         return counts[0]

@@ -312,8 +312,7 @@ def _fitting(picture: Array, inputs: Pixels, *, where: str) -> Array:
         raise DataError(
             f"{where}: {picture.shape[1]}×{picture.shape[0]} pixels, and the model takes "
             f"{inputs.shape[2]}×{inputs.shape[1]}. It was trained without {spelled('picture_size')}, so that nothing "
-            "is resized: "
-            "bring the picture to that size as the training pictures were."
+            "is resized: bring the picture to that size as the training pictures were."
         )
     if picture.ndim == 2:
         return np.stack([picture] * inputs.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -211,8 +212,6 @@ def _none_without(held: npt.NDArray[np.bool_], members: Rows, sites: Rows | None
                 held[movable[np.lexsort((place[movable], sizes[movable]))[0]]] = part
 
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-
 _SMALLEST_DRAW = 8
 
 
@@ -277,9 +276,14 @@ def partition(
     return [torch.from_numpy(np.sort(rows)) for rows in _WAYS[how](deal)]
 
 
+def _codes(dataset: Dataset, how: str) -> Tensor | None:
+    """The group or the site of each sample, where clients are dealt whole ones and the data know them."""
+    return {"group": dataset.groups, "site": dataset.sites}.get(how)
+
+
 def owners_of(dataset: Dataset, how: str) -> int:
     """How many clients there are where each has one site, or one group, of its own."""
-    codes = {"group": dataset.groups, "site": dataset.sites}.get(how)
+    codes = _codes(dataset, how)
     if codes is None:
         raise ConfigError(f"Say how many clients there are: partition {how!r} of {dataset.name!r} does not.")
     return len(torch.unique(codes))
@@ -287,7 +291,7 @@ def owners_of(dataset: Dataset, how: str) -> int:
 
 def client_names(dataset: Dataset, parts: Sequence[Tensor], how: str) -> tuple[str, ...]:
     """What clients are called: as their site or group, where each has one of its own; else nothing."""
-    codes = {"group": dataset.groups, "site": dataset.sites}.get(how)
+    codes = _codes(dataset, how)
     if codes is None or len(torch.unique(codes)) != len(parts):
         return ()
     names = {"group": dataset.group_names, "site": dataset.site_names}[how]
@@ -295,18 +299,19 @@ def client_names(dataset: Dataset, parts: Sequence[Tensor], how: str) -> tuple[s
     return tuple(names[owner] if names else str(owner) for owner in owners)
 
 
-def _iid(deal: _Deal) -> list[Indices]:
+def _iid(deal: _Deal) -> list[Rows]:
     return np.array_split(deal.rng.permutation(len(deal.dataset)), deal.clients)
 
 
-def _dirichlet(deal: _Deal) -> list[Indices]:
+def _dirichlet(deal: _Deal) -> list[Rows]:
     if deal.dataset.task != "classification":
+        kind = "has several labels for each sample" if deal.dataset.task == "multilabel" else "is a regression task"
         raise ConfigError(
-            f"partition 'dirichlet' skews class labels, but {deal.dataset.name!r} is a regression task. "
-            "Use 'iid', 'size' or 'group'."
+            f"partition 'dirichlet' skews class labels, but {deal.dataset.name!r} {kind}. "
+            "Use 'iid', 'size', 'group' or 'site'."
         )
     labels = deal.dataset.y.cpu().numpy()
-    shares: list[list[Indices]] = [[] for _ in range(deal.clients)]
+    shares: list[list[Rows]] = [[] for _ in range(deal.clients)]
     for label in np.unique(labels):
         rows = deal.rng.permutation(np.flatnonzero(labels == label))
         # From 1e9 on the shares are equal, and further up the sampler overflows.
@@ -323,7 +328,7 @@ def _dirichlet(deal: _Deal) -> list[Indices]:
     return dealt
 
 
-def _size(deal: _Deal) -> list[Indices]:
+def _size(deal: _Deal) -> list[Rows]:
     count = len(deal.dataset)
     weights = np.geomspace(1.0, deal.ratio, deal.clients)
     exact = weights / weights.sum() * count
@@ -336,16 +341,9 @@ def _size(deal: _Deal) -> list[Indices]:
     return np.split(deal.rng.permutation(count), np.cumsum(np.sort(sizes))[:-1])
 
 
-def _group(deal: _Deal) -> list[Indices]:
-    return _whole(deal, deal.dataset.groups, "group")
-
-
-def _site(deal: _Deal) -> list[Indices]:
-    return _whole(deal, deal.dataset.sites, "site")
-
-
-def _whole(deal: _Deal, codes: Tensor | None, what: str) -> list[Indices]:
+def _whole(deal: _Deal, *, what: str) -> list[Rows]:
     """Whole groups or sites, each to one client."""
+    codes = _codes(deal.dataset, what)
     if codes is None:
         raise ConfigError(
             f"partition {what!r} needs to know the {what} of each sample, and {deal.dataset.name!r} has none. "
@@ -373,17 +371,17 @@ def _whole(deal: _Deal, codes: Tensor | None, what: str) -> list[Indices]:
     return np.split(order, np.searchsorted(client_of[order], np.arange(1, deal.clients)))
 
 
-def _replacement(deal: _Deal) -> list[Indices]:
+def _replacement(deal: _Deal) -> list[Rows]:
     count = len(deal.dataset)
     size = max(count // deal.clients, _SMALLEST_DRAW)
     return list(deal.rng.integers(0, count, (deal.clients, size), dtype=np.int64))
 
 
-_WAYS: dict[str, Callable[[_Deal], list[Indices]]] = {
+_WAYS: dict[str, Callable[[_Deal], list[Rows]]] = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "size": _size,
-    "group": _group,
-    "site": _site,
+    "group": partial(_whole, what="group"),
+    "site": partial(_whole, what="site"),
     "replacement": _replacement,
 }

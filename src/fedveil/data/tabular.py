@@ -28,7 +28,7 @@ from fedveil.data.arrays import (
 )
 from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.data.description import Column, is_missing, is_number
-from fedveil.data.partition import PartRows, Samples, split_rows
+from fedveil.data.partition import PartRows, Rows, Samples, split_rows
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
 from fedveil.errors import ConfigError, DataError, missing_extra, spelled, unknown_name
 
@@ -166,8 +166,6 @@ def _delimiter(text: str) -> str:
     return max(_DELIMITERS, key=merit)
 
 
-Rows = npt.NDArray[np.int64]
-
 _FEW = 20  # a whole-numbered target with at most this many values is taken for classes
 _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so many times as large as it is
 
@@ -203,9 +201,8 @@ def fit_features(table: Table, names: list[str], *, train: Rows, normalise: bool
         categories = len(set(known[name]))
         if categories > MOST_CATEGORIES:
             raise DataError(
-                f"{table.places[0][0]}: column {name!r} holds {categories} different words, "
-                "too many for one-hot columns. Remove it if it names rows, or learn from it as text "
-                f"with text={name!r}."
+                f"{table.places[0][0]}: column {name!r} holds {categories} different words, too many for one-hot "
+                f"columns. Remove it if it names rows, or learn from it as text with text={name!r}."
             )
         width += categories
         if width * len(table) > most:

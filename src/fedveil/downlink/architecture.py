@@ -298,6 +298,9 @@ class TappedLinear(nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
+_BUFFER = "buffer."
+
+
 @dataclass(frozen=True, eq=False)
 class Weights:
     """A model's values: flat parameters, ε per normalisation group, running statistics, other buffers."""
@@ -321,6 +324,20 @@ class Weights:
         parts = (self.parameters, self.epsilon, self.statistics)
         parameters, epsilon, statistics = (part.to(device=device, dtype=dtype) for part in parts)
         buffers = {name: value.to(device=device) for name, value in self.buffers.items()}
+        return Weights(parameters, epsilon, statistics, buffers)
+
+    def named(self, prefix: str = "") -> dict[str, Tensor]:
+        """All values by the names under which they are stored, behind a prefix."""
+        own = {"parameters": self.parameters, "epsilon": self.epsilon, "statistics": self.statistics}
+        own |= {f"{_BUFFER}{name}": value for name, value in self.buffers.items()}
+        return {f"{prefix}{name}": value for name, value in own.items()}
+
+    @staticmethod
+    def from_named(tensors: Mapping[str, Tensor], prefix: str = "") -> Weights:
+        """The values that were stored by name."""
+        parameters, epsilon, statistics = (tensors[f"{prefix}{one}"] for one in ("parameters", "epsilon", "statistics"))
+        start = f"{prefix}{_BUFFER}"
+        buffers = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
         return Weights(parameters, epsilon, statistics, buffers)
 
 

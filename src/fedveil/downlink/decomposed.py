@@ -44,7 +44,7 @@ from scipy.special import digamma, polygamma
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, Weights
-from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.messages import Downlink
 from fedveil.downlink.rescaling import (
     HeadNoise,
     Rescaling,
@@ -157,12 +157,12 @@ def simulated_noise(kinds: Tensor, *, sigma: float, stream: SecretStream, like: 
     placed, count = kinds.to(like.device), len(kinds)
     uniform = torch.rand(count, generator=generator, device=like.device, dtype=like.dtype)
     noise = (uniform * 2.0 - 1.0) * (math.sqrt(2.0) * sigma)
-    plain, twice = (placed == 0).nonzero().flatten(), (placed == 2).nonzero().flatten()
+    plain, single = (placed == GAUSSIAN).nonzero().flatten(), (placed == BOUNDED_HALF).nonzero().flatten()
     drawn = torch.randn(len(plain), generator=generator, device=like.device, dtype=like.dtype)
     noise[plain] = drawn * sigma
-    if len(twice):
-        factors = half(len(twice), secret_uniforms(stream))
-        noise[twice] *= torch.from_numpy(factors).to(like)
+    if len(single):
+        factors = half(len(single), secret_uniforms(stream))
+        noise[single] *= torch.from_numpy(factors).to(like)
     return noise
 
 
@@ -338,16 +338,12 @@ def _multiply(reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Decomposed:
+class Decomposed(Downlink):
     """Transitional layers, secret scales by the laws DN*(1) and DN*(2), and optionally head noise."""
 
     head: HeadNoise | None = None
 
     traced = True
-    family = "scale"
-    streams = False
-    shifted = False
-    sends = Broadcast
 
     @property
     def head_noise(self) -> bool:
@@ -367,10 +363,6 @@ class Decomposed:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         transitional(scale_table(architecture))  # what cannot be veiled is refused before the first round
         return head_tensors(self.head, architecture)
-
-    def spared(self, architecture: Architecture) -> int:
-        """Every number is needed."""
-        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """As rescaling has it; and what the transitional layers' numbers are."""

@@ -111,11 +111,12 @@ class Veil(Protocol):
 
 
 class Downlink(Protocol):
-    """How the model travels to clients."""
+    """How the model travels to clients; where a downlink says nothing else, open, whole, and without noise."""
 
     @property
     def traced(self) -> bool:
         """Whether it needs the network's scale table."""
+        return False
 
     @property
     def family(self) -> str:
@@ -135,7 +136,7 @@ class Downlink(Protocol):
     @property
     def head_noise(self) -> bool:
         """Whether the last layer is covered by noise."""
-        ...
+        return False
 
     @property
     def sends(self) -> type[Broadcast]:
@@ -144,10 +145,11 @@ class Downlink(Protocol):
 
     def head_tensors(self, architecture: Architecture) -> int:
         """How many gradients each client returns."""
+        return 1
 
     def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
-        ...
+        return None
 
     def spared(self, architecture: Architecture) -> int:
         """How many of the parameters a client needs not be sent, nor send back: the rest follows from the others."""
@@ -155,7 +157,7 @@ class Downlink(Protocol):
 
     def covers(self) -> Mapping[str, Cover]:
         """What hides each field of a broadcast, where something does, or what else is in it."""
-        ...
+        return {}
 
     def caveats(self) -> Caveats:
         """What it assumes and leaves open, for the ledger."""

@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture, Weights
-from fedveil.downlink.messages import Broadcast, Mean, Recovered
+from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered
 from fedveil.ledger import caveats
-from fedveil.ledger.releases import Caveats, Cover
+from fedveil.ledger.releases import Caveats
 from fedveil.secrets import SecretStream
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Downlink):
     """No veil."""
-
-    traced = False
-    family = "scale"
-    streams = False
-    shifted = False
-    head_noise = False
-    sends: ClassVar[type[Broadcast]] = Broadcast
-
-    def head_tensors(self, architecture: Architecture) -> int:
-        """One gradient."""
-        return 1
-
-    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
-        """Nothing is multiplied."""
-        return None
-
-    def spared(self, architecture: Architecture) -> int:
-        """Every number is needed."""
-        return 0
-
-    def covers(self) -> Mapping[str, Cover]:
-        """Nothing is hidden."""
-        return {}
 
     def caveats(self) -> Caveats:
         """The model is everybody's."""

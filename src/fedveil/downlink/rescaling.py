@@ -29,7 +29,7 @@ from fedveil.downlink.architecture import (
     load_parameters,
     load_statistics,
 )
-from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
+from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
 from fedveil.downlink.symmetry import FAMILIES, ROTATING, Basis, draw_basis, unmoved
 from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
@@ -77,7 +77,7 @@ class HeadNoise:
 
 
 @dataclass(frozen=True)
-class Rescaling:
+class Rescaling(Downlink):
     """Secret scales, log r uniform on [−log spread, log spread], and optionally head noise.
 
     Other families than "scale" put orders, signs and matrices on attention heads beside the scales, or in their place.
@@ -92,7 +92,6 @@ class Rescaling:
     """The loss is softmax cross-entropy: a secret number is added to all logits of a sample."""
 
     traced = True
-    sends = Broadcast
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.spread) and self.spread > 1.0):
@@ -110,17 +109,9 @@ class Rescaling:
         """Where it is given."""
         return self.head is not None
 
-    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
-        """No noise of clients is made for these scales."""
-        return None
-
     def head_tensors(self, architecture: Architecture) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         return head_tensors(self.head, architecture)
-
-    def spared(self, architecture: Architecture) -> int:
-        """Every number is needed."""
-        return 0
 
     def covers(self) -> Mapping[str, Cover]:
         """Every layer up to secret scales, or to what else the family has."""

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from fedveil.downlink.scales import (
     Edge,
     LinearSite,
-    NormUse,
     ParameterRef,
     Tracing,
     along,
@@ -339,11 +338,7 @@ def normalisation(
             grouped = read.reshape(groups, -1)
             tracing.classes.unite(grouped[:, :1], grouped)
             read = grouped[:, 0]
-    known = tracing.norm_uses.get(name)
-    if known is None:
-        tracing.norm_uses[name] = NormUse(kind, read)
-    else:
-        tracing.classes.unite(known.read, read)
+    tracing.classes.unite(tracing.norm_uses.setdefault(name, read), read)
     return affine(tracing, out, weight, bias, kind=kind)
 
 
@@ -406,8 +401,7 @@ def normalised(
     else:
         slots.limit(read, limits)
     if name is not None and kind in ("batch", "instance"):
-        known = tracing.norm_uses.setdefault(name, NormUse(kind, read))
-        tracing.classes.unite(known.read, read)
+        tracing.classes.unite(tracing.norm_uses.setdefault(name, read), read)
     made = read
     if isinstance(weight, ParameterRef):
         shape = tuple(weight.value.shape)
@@ -622,11 +616,10 @@ def _width(index: object) -> int:
 
 REARRANGEMENTS = frozenset(
     (
-        "flatten view reshape permute transpose t unsqueeze squeeze chunk split split_with_sizes getitem "
-        "narrow select slice unbind expand expand_as movedim moveaxis swapaxes swapdims channel_shuffle "
-        "native_channel_shuffle pixel_shuffle pixel_unshuffle unflatten repeat index_select flip roll cat "
-        "concat concatenate stack tile view_as reshape_as unsafe_split unsafe_chunk _unsafe_view hsplit "
-        "vsplit tensor_split"
+        "flatten view reshape permute transpose t unsqueeze squeeze chunk split split_with_sizes getitem narrow select "
+        "slice unbind expand expand_as movedim moveaxis swapaxes swapdims channel_shuffle native_channel_shuffle "
+        "pixel_shuffle pixel_unshuffle unflatten repeat index_select flip roll cat concat concatenate stack tile "
+        "view_as reshape_as unsafe_split unsafe_chunk _unsafe_view hsplit vsplit tensor_split"
     ).split()
 )
 

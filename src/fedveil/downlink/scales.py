@@ -58,14 +58,6 @@ class Use:
     into: Tensor | None
 
 
-@dataclass
-class NormUse:
-    """The classes read by one normalisation layer, one per normalisation group."""
-
-    kind: str
-    read: Tensor
-
-
 @dataclass(frozen=True)
 class LinearSite:
     """A call of a linear layer's parameters, and the module it happened in: candidates for the head."""
@@ -98,7 +90,8 @@ class Tracing:
     use_counts: dict[str, int] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
     """For every weight that reads an activation, the modules in which it does so, call by call."""
-    norm_uses: dict[str, NormUse] = field(default_factory=dict)
+    norm_uses: dict[str, Tensor] = field(default_factory=dict)
+    """The classes that every normalisation layer reads, one per normalisation group."""
     pinned_parameters: set[str] = field(default_factory=set)
     pins: list[Pin] = field(default_factory=list)
     linear_sites: dict[str, LinearSite] = field(default_factory=dict)
@@ -247,7 +240,6 @@ class NormScale:
     """The classes k that one normalisation layer reads: ε·k², running mean·k, running variance·k²."""
 
     path: str
-    kind: str
     read: Tensor
 
 

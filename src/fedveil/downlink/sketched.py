@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, Weights
-from fedveil.downlink.messages import Broadcast, Mean, Recovered, SketchBroadcast
+from fedveil.downlink.messages import Mean, Recovered, SketchBroadcast
 from fedveil.downlink.plain import Plain, Unveiled
 from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
 from fedveil.ledger import caveats
@@ -31,7 +31,7 @@ from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import SecretStream
 
 SketchedLayers = Literal["all", "head"]
-SKETCHED_LAYERS = ("all", "head")
+SKETCHED_LAYERS: tuple[SketchedLayers, ...] = get_args(SketchedLayers)
 _SEED_BYTES = 32
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -43,7 +43,7 @@ class Sketched(Plain):
     ratio: int = 2
     layers: SketchedLayers = "all"
 
-    sends: ClassVar[type[Broadcast]] = SketchBroadcast
+    sends = SketchBroadcast
 
     def __post_init__(self) -> None:
         if self.ratio < 2:

@@ -385,7 +385,7 @@ def trace(model: nn.Module, example: Tensor, *, family: str = "scale", streams: 
         frames = [order.reshape(-1) for order in symmetry.orders if bool(torch.isin(order, slots).any())]
         seen = torch.isin(symmetry.slot, torch.cat([slots, *frames]))
         symmetry = symmetry.without(torch.nonzero(~seen).reshape(-1))
-    norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
+    norms = tuple(NormScale(path, compact[read]) for path, read in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
     # Transitional layers are made for scales.
     reading = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
 from fedveil.errors import Code, ConfigError, DataError, FedVeilError, NumericError, Refusal
-from fedveil.processes import Copy
+from fedveil.processes import Copy, give_back_memory, keep_freed_memory
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode, size
 from fedveil.protocol.messages import Reply, Request
@@ -142,6 +142,7 @@ class SharedWork:
         self._copies: Workers | None = None
         self._may_copy = self._bears_copies()
         self._seconds, self._units = 0.0, 0
+        keep_freed_memory()
 
     def _bears_copies(self) -> bool:
         if self._workers is None and any(data.source is not None for data in self._clients.values()):
@@ -188,9 +189,10 @@ class SharedWork:
         return self._workers is not None or self._seconds > max(_WORTH_COPIES, _WORTH_ORDERS * self._units)
 
     def end(self) -> None:
-        """End the copies."""
+        """End the copies, and give back what memory was kept for the next step."""
         if self._copies is not None:
             self._copies.end()
+        give_back_memory()
 
 
 Absent = Callable[[Request, int], bool]
@@ -213,7 +215,6 @@ class LocalEngine:
         role: ClientRole | HolderRole,
         pool: ClientPool,
         *,
-        reorder: Callable[[list[Reply]], list[Reply]] | None = None,
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
         grouped: Sequence[tuple[int, ...]] = (),
@@ -237,7 +238,6 @@ class LocalEngine:
         }
         if authority is not None:
             self._states[authority.seat] = ClientState(authority.seat)
-        self._reorder = reorder
         self._absent = absent
         self._listen = listen
         self._on_answer = on_answer
@@ -283,18 +283,8 @@ class LocalEngine:
     def _replies(self, ask: Ask, part: Sequence[int]) -> Iterator[tuple[ClientState, Answer]]:
         states = [self._states[client] for client in part]
         if self._authority is not None and list(part) == [self._authority.seat]:
-            replies = self._authority.handle_many(states, ask.common)
-        else:
-            replies = self._role.handle_many(
-                states, ask.common, [self._pool.clients[client] for client in part], ask.each
-            )
-        if self._reorder is None:
-            return replies
-        listed = list(replies)
-        by_client = {state.client: state for state, _ in listed}
-        failed = [(state, answer) for state, answer in listed if isinstance(answer, FedVeilError)]
-        shuffled = self._reorder([answer for _, answer in listed if not isinstance(answer, FedVeilError)])
-        return iter([*failed, *((by_client[answer.client], answer) for answer in shuffled)])
+            return self._authority.handle_many(states, ask.common)
+        return self._role.handle_many(states, ask.common, [self._pool.clients[client] for client in part], ask.each)
 
 
 # --- clients' local work on several cores: copies of this process, each of which computes units of it

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from fedveil.tensors import raw
 from fedveil.work.batches import Schedule
 
 First = Literal["server", "client"]
-FIRST = ("server", "client")
+FIRST: tuple[First, ...] = get_args(First)
 _TYPE = "numpy.ndarray"
 _BEHIND = -1
 

@@ -18,7 +18,6 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -123,19 +122,7 @@ class AppMemory:
             raise ProtocolError(f"attempt {setup.attempt} of a run is over: attempt {known.attempt} has begun")
         state = known.state
         if known.attempt < setup.attempt:
-            # Keys and numbers belong to one attempt; what was answered and spent is never forgotten.
-            state = replace(
-                state,
-                client=client,
-                keys=None,
-                group=None,
-                held=self._carried(known),
-                pending=None,
-                cohort=(),
-                survivor_digest="",
-                graph="",
-                transcript="",
-            )
+            state = state.anew(client, held=self._carried(known))
         elif state.client != client:
             raise ProtocolError(f"client {state.client} of a run was called client {client}")
         elif known.setup != setup.digest():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import make_loss
 
 Metrics = Literal["average", "pass", "drop"]
-METRICS = ("average", "pass", "drop")
+METRICS: tuple[Metrics, ...] = get_args(Metrics)
 Phase = Literal["train", "evaluate"]
 _MOST_NUMBERS = 1 << 34
 _MOST_TEXT = 1 << 14

@@ -18,11 +18,10 @@ import torch
 from fedveil.crypto.keys import seal, unseal
 from fedveil.errors import Code, ProtocolError
 from fedveil.framing import pack, unpack
-from fedveil.protocol.client_state import ClientState, Held, Pending
+from fedveil.protocol.client_state import KEY_BYTES, ClientState, Held, Pending
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.runs.folder import write_atomically
 
-_KEY_BYTES = 32
 _EPOCH_BYTES = 8
 _RUN, _START, _SPENT = "run on Flower", "model a run begins with", "privacy spent in all runs"
 _PROMISE = "promise of a run"
@@ -265,11 +264,11 @@ def _key(path: Path) -> bytes:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         key = path.read_bytes()
-        if len(key) != _KEY_BYTES:
+        if len(key) != KEY_BYTES:
             raise DamagedError(f"{path} holds no key: sealed state cannot be read without it") from None
         return key
     with os.fdopen(handle, "wb") as file:
-        key = os.urandom(_KEY_BYTES)
+        key = os.urandom(KEY_BYTES)
         file.write(key)
         file.flush()
         os.fsync(file.fileno())

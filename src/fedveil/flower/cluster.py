@@ -234,7 +234,7 @@ class Service:
             self._child.signal(number)
 
 
-class Janitor:
+class WorkerSupervisor:
     """Ends the workers of these homes when the cluster is gone, however that came about."""
 
     def __init__(self, homes: Sequence[Path], *, log: Path) -> None:
@@ -242,7 +242,7 @@ class Janitor:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "fedveil.flower.worker_client", *map(str, homes)]
         with log.open("ab+") as output:
-            self._child = ChildProcess(command, name="janitor", log=output, answers=False)
+            self._child = ChildProcess(command, name="worker supervisor", log=output, answers=False)
         self.held = self._child.input.fileno()
 
     def finish(self) -> None:
@@ -355,13 +355,16 @@ class Cluster:
                 network = Network()
                 self._open.callback(network.close)
             self._prepare(None if network is None else network.pid)
-            janitor = Janitor([self.places.home(node) for node in range(self.nodes)], log=self.places.log("janitor"))
-            self._open.callback(janitor.finish)
+            homes = [self.places.home(node) for node in range(self.nodes)]
+            supervisor = WorkerSupervisor(homes, log=self.places.log("worker-supervisor"))
+            self._open.callback(supervisor.finish)
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
                 env = self._environment(self.places.flwr_home / name)
                 nice = _NODES_NICE if name.startswith(_node("")) else 0
-                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held, nice=nice)
+                self._processes[name] = Service(
+                    name, log=self.places.log(name), env=env, held=supervisor.held, nice=nice
+                )
             self._say("starting the SuperLink")
             self._start("superlink")
             self._await_superlink()

@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.client_held.messages import Finish
-from fedveil.client_held.server import Farewells
+from fedveil.client_held.server import farewells
 from fedveil.crypto.keys import Roster
 from fedveil.engine.local import Listen, folded
 from fedveil.errors import CheckpointError, Code, ProtocolError, Refusal
@@ -287,7 +287,7 @@ class FlowerEngine:
         """Give everybody the last sums of an earlier attempt, under its own keys; returns who is not known to have
         them, and has to be lent the model."""
         everybody = tuple(range(self._clients))
-        ask = Ask(everybody, standing.farewell, Farewells(standing.farewell.version, everybody))
+        ask = Ask(everybody, standing.farewell, farewells(standing.farewell.version, everybody))
         done = self.gather(ask, standing.setup)
         return tuple(client for client in everybody if client not in done.arrived)
 

@@ -332,12 +332,13 @@ class MessageHandler:
     def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
         """The model that a new attempt begins with: what an earlier one has left, if it is of the right version.
 
-        Version 0 is nobody's work: a new attempt makes it anew.
+        Version 0 is nobody's work: a new attempt makes it anew. What has led to another stays with it: masks are bound
+        to it, so that clients who were told different sums do not upload together after a resume either.
         """
         held = None if known is None else known.state.held
         if not setup.start or held is None or known is None or known.base + held.version != setup.start:
             return None
-        return Held.fresh(held.weights, held.velocity)
+        return held.carried()
 
     def _entered(self, setup: Setup, known: Remembered | None, side: Side) -> Remembered:
         """What is remembered, as this attempt begins with it."""
@@ -351,19 +352,7 @@ class MessageHandler:
             _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
         self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
         before = ClientState(self._home.client) if known is None else known.state
-        # Keys belong to one attempt and its settings; what was answered and spent is never forgotten.
-        state = replace(
-            before,
-            keys=None,
-            group=None,
-            held=held,
-            pending=None,
-            cohort=(),
-            survivor_digest="",
-            graph="",
-            transcript="",
-        )
-        entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
+        entered = Remembered(before.anew(before.client, held=held), setup.attempt, setup.digest(), base=setup.start)
         self._keep(setup, entered)
         return self._counted(entered)
 

@@ -72,7 +72,7 @@ class Accountant:
         published: bool = True,
         seen: Collection[int] | None = None,
     ) -> dict[str, Prices]:
-        """μ² of one round, per adversary, in the order of the covering's members.
+        """μ² of one round, per adversary, in the order of the noise layout's members.
 
         `arrived` are the uploads in the sum (None: all), `seen` those that the server has got, refused ones among them
         (None: those in the sum). Clients see the sum only if it was `published`, that is, if the model was moved by it.

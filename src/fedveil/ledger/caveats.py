@@ -155,8 +155,8 @@ AUTHENTIC = (
     "but for a chance of 2^-65"
 )
 LENDERS = (
-    "clients that lend a model to those who missed rounds lend the true one: a crafted one shows its borrower, whose "
-    "model stays another than the others'"
+    "clients that lend a model to those who missed rounds, or of whom the server says so, lend the true one: a crafted "
+    "one shows its borrower, and goes on to whoever borrows from that"
 )
 DIFFERENCES = (
     "sums of rounds that differ in one client: whoever reads both reads that client's part, so that nobody who wants "

@@ -270,27 +270,27 @@ class NoiseLayout:
     def __post_init__(self) -> None:
         size, edges = (len(self.members),), self.pairs.shape
         if len(set(self.members)) != len(self.members):
-            raise ConfigError("a covering names the same member twice: every client takes part once in a round.")
+            raise ConfigError("a noise layout names the same member twice: every client takes part once in a round.")
         if self.sensitivity.shape != size or self.residual.shape != size:
             raise ConfigError(
-                f"a covering of {len(self.members)} members has {self.sensitivity.shape} sensitivities and "
+                f"a noise layout of {len(self.members)} members has {self.sensitivity.shape} sensitivities and "
                 f"{self.residual.shape} residual variances: one of each per member is needed."
             )
         if len(edges) != 1 or self.first.shape != edges or self.second.shape != edges:
             raise ConfigError(
-                f"a covering's pairs do not match: {self.first.shape} first ends, {self.second.shape} second ends, "
+                f"a noise layout's pairs do not match: {self.first.shape} first ends, {self.second.shape} second ends, "
                 f"{edges} variances."
             )
         ends = np.concatenate([self.first, self.second])
         if ends.size and not (ends.min() >= 0 and ends.max() < len(self.members)):
-            raise ConfigError(f"a pair's end lies outside the {len(self.members)} members of its covering.")
+            raise ConfigError(f"a pair's end lies outside the {len(self.members)} members of its noise layout.")
         if bool(np.any(self.first == self.second)):
             raise ConfigError("a member is paired with itself: its noise would cancel within its own upload.")
         for name, values in (("residual variance", self.residual), ("pair variance", self.pairs)):
             if not bool(np.all(np.isfinite(values) & (values >= 0))):
-                raise ConfigError(f"a covering's {name} is negative or not finite.")
+                raise ConfigError(f"a noise layout's {name} is negative or not finite.")
         if not bool(np.all(self.sensitivity >= 0)):
-            raise ConfigError("a covering's sensitivity is negative or not a number.")
+            raise ConfigError("a noise layout's sensitivity is negative or not a number.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,7 +432,7 @@ def without(noise_layout: NoiseLayout, revealed: Collection[tuple[int, int]]) ->
     return replace(rest, circle=None) if torn else rest
 
 
-@lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same covering
+@lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same noise layout
 def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
     """μ_i² of every member when `colluders` others side with the one who sees all uploads.
 

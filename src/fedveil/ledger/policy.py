@@ -214,7 +214,7 @@ class OwnLimits(Policy):
 def _charges(
     noise_layout: NoiseLayout, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0
 ) -> NDArray[np.float64]:
-    # Remembered, because in a simulation every client charges itself for the same covering.
+    # Remembered, because in a simulation every client charges itself for the same noise layout.
     charged = charges(noise_layout, revealed=revealed)
     if colluders:
         charged = np.maximum(charged, worst_collusion(without(noise_layout, revealed), colluders).proven)

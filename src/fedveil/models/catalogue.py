@@ -116,9 +116,8 @@ def check_output(
             output = model.eval()(batch)
     except Exception as error:
         raise ConfigError(
-            f"Model {name!r} failed on a batch of shape {tuple(batch.shape)} ({batch.dtype}): "
-            f"{type(error).__name__}: {error}. Make its forward accept (batch, *input_shape) with "
-            f"input_shape {input_shape}."
+            f"Model {name!r} failed on a batch of shape {tuple(batch.shape)} ({batch.dtype}): {type(error).__name__}: "
+            f"{error}. Make its forward accept (batch, *input_shape) with input_shape {input_shape}."
         ) from error
     finally:
         for module, training in modes:

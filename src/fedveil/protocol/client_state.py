@@ -68,6 +68,24 @@ class ClientState:
     there: int = 0
     refused: str = ""
 
+    def anew(self, client: int, *, held: Held | None) -> ClientState:
+        """The state in which a new attempt begins, as `client` and with the model `held`.
+
+        Keys and numbers belong to one attempt; what was answered and spent is never forgotten.
+        """
+        return replace(
+            self,
+            client=client,
+            keys=None,
+            group=None,
+            held=held,
+            pending=None,
+            cohort=(),
+            survivor_digest="",
+            graph="",
+            transcript="",
+        )
+
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
     ) -> ClientState:
@@ -171,14 +189,15 @@ class ClientState:
             raise ProtocolError("a client's stored state is damaged") from reason
 
 
-_BUFFER, _KEPT = "held.buffer.", "kept."
+_HELD, _KEPT = "held.", "kept."
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
     """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss.
 
-    `transcript` is the digest of all those aggregates, where masks are bound to it; `borrowed` models are others' word.
+    `transcript` is the digest of all those aggregates, where masks are bound to it; `borrowed` models are others' word,
+    and `own` is the version that a client had come to by sums of its own before.
     """
 
     weights: Weights = field(repr=False)
@@ -187,6 +206,12 @@ class Held:
     loss: float | None = None
     transcript: bytes = b""
     borrowed: bool = False
+    own: int = 0
+
+    @property
+    def reached(self) -> int:
+        """The version below which nothing takes its place."""
+        return self.own if self.borrowed else self.version
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> Held:
@@ -194,31 +219,23 @@ class Held:
         still = torch.zeros_like(weights.parameters, dtype=torch.float64)
         return Held(weights, still if velocity is None else velocity)
 
+    def carried(self) -> Held:
+        """What a new attempt begins with: the model, and the story that has led to it."""
+        return replace(Held.fresh(self.weights, self.velocity), transcript=self.transcript, borrowed=self.borrowed)
+
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        lent = {"borrowed": True} if self.borrowed else {}
+        lent = {"borrowed": True, "own": self.own} if self.borrowed else {}
         return {"version": self.version, "loss": self.loss, "story": self.transcript.hex(), **lent}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
-        weights = self.weights
-        return {
-            "held.parameters": weights.parameters,
-            "held.epsilon": weights.epsilon,
-            "held.statistics": weights.statistics,
-            "held.velocity": self.velocity,
-            **{f"{_BUFFER}{name}": value for name, value in weights.buffers.items()},
-        }
+        return {**self.weights.named(_HELD), f"{_HELD}velocity": self.velocity}
 
     @staticmethod
     def restored(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Held:
         """The model that `facts` and `tensors` described."""
-        weights = Weights(
-            tensors["held.parameters"],
-            tensors["held.epsilon"],
-            tensors["held.statistics"],
-            {name.removeprefix(_BUFFER): tensor for name, tensor in tensors.items() if name.startswith(_BUFFER)},
-        )
+        weights = Weights.from_named(tensors, _HELD)
         try:
             transcript = bytes.fromhex(str(facts.get("story", "")))
         except ValueError as reason:
@@ -226,8 +243,10 @@ class Held:
         loss = facts.get("loss")
         if type(facts["version"]) is not int or not isinstance(loss, (float, type(None))):
             raise ProtocolError("a stored model's version or loss is malformed")
-        borrowed = bool(facts.get("borrowed", False))
-        return Held(weights, tensors["held.velocity"], facts["version"], loss, transcript, borrowed)
+        borrowed, own = bool(facts.get("borrowed", False)), facts.get("own", 0)
+        if type(own) is not int:
+            raise ProtocolError("a stored model's history is malformed")
+        return Held(weights, tensors[f"{_HELD}velocity"], facts["version"], loss, transcript, borrowed, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,14 +296,14 @@ def tensors_of(held: Held | None, pending: Pending | None) -> dict[str, Tensor]:
 FINGERPRINT_BYTES = 16
 
 
-_KEY_BYTES = 32
+KEY_BYTES = 32
 
 
 class Group(Guarded):
     """The secrets of a group: one key, and what opens its ciphertexts (empty where there are none)."""
 
     def __init__(self, run: str, key: bytes, opening: bytes = b"") -> None:
-        if len(key) != _KEY_BYTES:
+        if len(key) != KEY_BYTES:
             raise ProtocolError("a group key has another length than it should")
         self.run = run
         self._key = key

@@ -63,7 +63,7 @@ from fedveil.protocol.directory import (
     to_bytes,
 )
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Ask, Gathered, Inbox
+from fedveil.protocol.phases import Ask, Confirmations, Gathered, Inbox
 from fedveil.secrets import Guarded, SecretSource, StoredSecret
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ _FEW_CLIENTS = 512
 
 _MOST_VOIDED = 3
 """So many epochs may a client void, by keeping back its nonce, before it is asked no more."""
+_NOT_TAKEN = "a client has not taken the directory it was sent"
 
 
 def introduce(
@@ -171,16 +172,9 @@ def _lasting(said: Announce) -> tuple[bytes, bytes, bytes]:
     return to_bytes(said.identity), to_bytes(said.key), to_bytes(said.signature)
 
 
-class _Agreements(Inbox[Ready]):
+def _agreements(digest: bytes, clients: Collection[int]) -> Confirmations[Ready]:
     """Collects consents to one directory or beacon."""
-
-    def __init__(self, digest: bytes, clients: Collection[int]) -> None:
-        self._digest = digest
-        self.expect(Ready, clients)
-
-    def _fold(self, reply: Ready) -> None:
-        if to_bytes(reply.digest) != self._digest:
-            raise ProtocolError("a client has not taken the directory it was sent")
+    return Confirmations(Ready, clients, "digest", digest, otherwise=_NOT_TAKEN)
 
 
 class _Shown(Inbox[Nonce]):
@@ -193,7 +187,7 @@ class _Shown(Inbox[Nonce]):
 
     def _fold(self, reply: Nonce) -> None:
         if to_bytes(reply.digest) != self._directory.digest:
-            raise ProtocolError("a client has not taken the directory it was sent")
+            raise ProtocolError(_NOT_TAKEN)
         nonce = to_bytes(reply.nonce)
         check_nonce(self._directory, reply.client, nonce)
         self.nonces[reply.client] = nonce
@@ -323,7 +317,7 @@ class Introductions:
                 return
             directory = Directory.of(self._run, self._announced.heard.values(), epoch, present)
             shown = _Shown(directory)
-            into = _Agreements(directory.digest, present) if self.how == "sizes" else shown
+            into = _agreements(directory.digest, present) if self.how == "sizes" else shown
             answer = yield Ask(tuple(sorted(present)), directory, into)
             assert answer is not None
             self.refused.update(answer.refused)
@@ -343,7 +337,7 @@ class Introductions:
     def _tell(self, clients: Sequence[int]) -> Phases:
         if not clients or self._nonces is None:
             return
-        answer = yield Ask(tuple(clients), self._nonces, _Agreements(self.beacon, clients))
+        answer = yield Ask(tuple(clients), self._nonces, _agreements(self.beacon, clients))
         assert answer is not None
         self.refused.update(answer.refused)
         self._ready |= set(answer.arrived)

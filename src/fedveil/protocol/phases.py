@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import DeclaredReleases, Reply, Request, awaited_fields, released_fields
 from fedveil.shapes import Sizes, Types, check, named
 
@@ -108,6 +109,22 @@ class Inbox(ABC, Generic[_Reply]):
     @abstractmethod
     def _fold(self, reply: _Reply) -> None:
         """Take what has been checked; a refusal by what it says (ProtocolError) leaves everything as it was."""
+
+
+class Confirmations(Inbox[_Reply]):
+    """Hears from each client `among` these that it has come to the same as everybody: `what` it replies is `expected`,
+    and otherwise is refused by these words."""
+
+    def __init__(
+        self, kind: type[_Reply], among: Collection[int], what: str, expected: bytes | int, *, otherwise: str
+    ) -> None:
+        self._what, self._expected, self._otherwise = what, expected, otherwise
+        self.expect(kind, among)
+
+    def _fold(self, reply: _Reply) -> None:
+        said = getattr(reply, self._what)
+        if (said if isinstance(said, int) else to_bytes(said)) != self._expected:
+            raise ProtocolError(self._otherwise)
 
 
 @dataclass(frozen=True, eq=False)

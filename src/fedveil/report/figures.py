@@ -292,9 +292,8 @@ def _against_epsilon(groups: Sequence[SourceGroup], worth: Worth, adversary: str
         title=f"{worth.title} against ε towards {who}",
         reading=f"Further left is a stronger promise; {'higher' if worth.higher else 'lower'} is better."
         f"{aside}{hollow} {_FRONT}",
-        alternative="Scatter chart: "
-        f"{'; '.join([_told(proven, worth, lambda x: f'ε = {plain(x)}'), *told])}. On the front: "
-        f"{', '.join(best) or 'none'}.",
+        alternative=f"Scatter chart: {'; '.join([_told(proven, worth, lambda x: f'ε = {plain(x)}'), *told])}. On the "
+        f"front: {', '.join(best) or 'none'}.",
         drawing={"data": traces, "layout": layout},
     )
 

@@ -14,7 +14,7 @@ from fedveil.audit.findings import Finding, finding_from, read_audit
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line
-from fedveil.plain import figure, read_named, read_text
+from fedveil.plain import figure, legible_size, read_named, read_text
 from fedveil.runs.folder import RunFolder, read_ledger, refuse_links
 from fedveil.runs.judgement import Judgement, judgement_from
 
@@ -47,14 +47,8 @@ def plain(value: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in the unit a person reads."""
-    if count is None:
-        return DASH
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    """Bytes in the unit a person reads, or a dash."""
+    return DASH if count is None else legible_size(count)
 
 
 def duration(seconds: float | None) -> str:

@@ -169,10 +169,12 @@ class Conductor(ABC):
                 if self._position.round == self._first:
                     raise
                 yield RunStopped(str(reason).rstrip("."))
+                yield from self._broken_off()
                 return
             few = self._too_few(context, able)
             if few and not self._drawn_too_few():
                 yield RunStopped(few)
+                yield from self._broken_off()
                 return
             if few:
                 yield self._skipped(few)
@@ -257,6 +259,10 @@ class Conductor(ABC):
 
     def _finish(self) -> Steps:
         """What follows the last round."""
+        yield from ()
+
+    def _broken_off(self) -> Steps:
+        """What follows where a run ends earlier, since too few are left."""
         yield from ()
 
     def _check_declared(self, ask: Ask) -> None:

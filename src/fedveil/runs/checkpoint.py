@@ -19,14 +19,13 @@ from fedveil.downlink import Weights
 from fedveil.errors import CheckpointError, ProtocolError, spelled
 from fedveil.framing import pack, unpack
 from fedveil.plain import made, named, parsed, read_raw
-from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.client_state import KEY_BYTES, ClientState
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import digest_of, write_atomically
 from fedveil.work.messages import KeptTensors
 
 _FORMAT = "fedveil-checkpoint-1"
 _KEPT = 2
-_KEY_BYTES = 32
 _HEADER_LENGTH = 8
 
 
@@ -103,14 +102,8 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Te
     }:
         raise CheckpointError(f"Checkpoint {path.name} belongs to another model.")
     placed = {name: value.to(device) for name, value in tensors.items()}
-    weights = Weights(
-        placed["parameters"],
-        placed["epsilon"],
-        placed["statistics"],
-        {name.removeprefix("buffer."): value for name, value in placed.items() if name.startswith("buffer.")},
-    )
     return ServerState(
-        weights,
+        Weights.from_named(placed),
         placed["velocity"],
         round=facts.round,
         head_level=facts.head_level,
@@ -143,13 +136,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _tensors(state: ServerState) -> dict[str, Tensor]:
-    own = {
-        "parameters": state.weights.parameters,
-        "epsilon": state.weights.epsilon,
-        "statistics": state.weights.statistics,
-        "velocity": state.velocity,
-        **{f"buffer.{name}": value for name, value in state.weights.buffers.items()},
-    }
+    own = {**state.weights.named(), "velocity": state.velocity}
     return {name: value.detach().cpu().contiguous() for name, value in own.items()}
 
 
@@ -190,5 +177,5 @@ class ClientMemory:
     def _key(self) -> bytes:
         path = self._folder / "clients.key"
         if not path.exists():
-            write_atomically(path, os.urandom(_KEY_BYTES), mode=0o600)
+            write_atomically(path, os.urandom(KEY_BYTES), mode=0o600)
         return read_raw(path)

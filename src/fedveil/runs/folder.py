@@ -367,7 +367,12 @@ class RunFolder:
         shaping = {one.name for one in fields(config) if one.metadata.get("shapes_run", True) or one.name == "rounds"}
         names = [name for name in vars(started) if name in shaping and getattr(started, name) != getattr(config, name)]
         told = [f"{name} = {getattr(started, name)!r} and is now {getattr(config, name)!r}" for name in names]
-        return f" It was started with {', '.join(told)}." if told else ""
+        why = (
+            " Its learning rate is scheduled over all rounds, so that it cannot get more."
+            if names == ["rounds"]
+            else ""
+        )
+        return f" It was started with {', '.join(told)}.{why}" if told else ""
 
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""

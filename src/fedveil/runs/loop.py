@@ -162,8 +162,7 @@ class Outcome:
         return (
             f" {self.lost} rounds of it were done before, and their checkpoint is not there: what clients showed in "
             "them is spent and cannot be spent again. Put the checkpoints back, or start anew with another "
-            f"{spelled('out')} and a "
-            "budget of its own."
+            f"{spelled('out')} and a budget of its own."
         )
 
     @property

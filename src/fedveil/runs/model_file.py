@@ -109,8 +109,7 @@ def load_model(
         if facts.name is None:
             raise ConfigError(
                 f"{path} holds a model that was built in Python: name what builds it, "
-                f"{spelled('model', 'file.py:factory')}, or give "
-                "it there too: fedveil.load(file, model=net)."
+                f"{spelled('model', 'file.py:factory')}, or give it there too: fedveil.load(file, model=net)."
             )
         facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
         bare = facts.build(seed=0)

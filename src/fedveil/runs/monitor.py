@@ -49,10 +49,8 @@ def monitor_of(job: Job) -> Monitor | None:
         raise ConfigError(
             "The best round and early stopping go by a validation part, and there is none: hold one out "
             f"({spelled('validation_fraction', 0.2, argument='validation=(inputs, targets)')}), or name another "
-            "figure: "
-            f"{spelled('monitor', 'loss')} (the training loss), or {spelled('monitor', 'test_loss')}, whose figures "
-            "then "
-            "say too much, since the test part has chosen the round."
+            f"figure: {spelled('monitor', 'loss')} (the training loss), or {spelled('monitor', 'test_loss')}, whose "
+            "figures then say too much, since the test part has chosen the round."
         )
     if part == "test" and job.test is None:
         raise ConfigError(f"monitor = {monitor!r}, but there are no test samples.")

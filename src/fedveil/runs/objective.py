@@ -118,8 +118,7 @@ def check_weights(config: RunConfig, loss: Loss, scheme: Scheme, *, outputs: int
         raise ConfigError(
             f"class_weights = 'balanced' counts everybody's classes in the open, and {scheme.name} promises something "
             "about clients' data that does not cover such counts. Give the weights as numbers, "
-            f"{spelled('class_weights', '1,4.5')}, "
-            "from what is known of the classes without these data."
+            f"{spelled('class_weights', '1,4.5')}, from what is known of the classes without these data."
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedveil.downlink import assemble
 from fedveil.errors import Code, ConfigError, FedVeilError, NumericError, ProtocolError, spelled
 from fedveil.ledger.correlated import DENSE_UP_TO
+from fedveil.processes import available_memory
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
 from fedveil.runs.best import check_guard
@@ -164,19 +165,16 @@ def free_bytes(device: torch.device) -> int | None:
     """How much memory this process may still take, by the tightest limit that can be read; None where none can."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [_of_machine(), _of_group()]
+    machine = available_memory()
+    limits = [_whole_memory() if machine is None else machine, _of_group()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _of_machine() -> int | None:
+def _whole_memory() -> int | None:
     try:
-        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError):
-            return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
 
 
 def _of_group() -> int | None:

@@ -270,8 +270,7 @@ class _Terms:
             if "draws" in given and len(reach) > COMPLETE_UP_TO:
                 raise CheckpointError(
                     "The run's journal tells of noise around a circle, but not around which: an unreleased version has "
-                    "written it, and what was spent cannot be told. Start anew with another "
-                    f"{spelled('out')}."
+                    f"written it, and what was spent cannot be told. Start anew with another {spelled('out')}."
                 )
             given["graph"] = "everybody"  # as it was when nobody wrote it down
         plan = NoisePlan(**{**given, "target": Target(**given["target"])})

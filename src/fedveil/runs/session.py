@@ -1,4 +1,4 @@
-"""The figures of a finished run."""
+"""A run in a folder: begun, resumed or continued in another, trained, and what it leaves there."""
 
 from __future__ import annotations
 

@@ -312,16 +312,7 @@ def lwe_secagg(
     local: LocalOptions,
 ) -> Scheme:
     """The noise of `veil-dp --cover masks` without its veil, in words of 32 bits."""
-    plan = NoisePlan(
-        dp.target(setting),
-        "sum",
-        dp.accounting,
-        collusion=collusion,
-        neighbours=masking.neighbours,
-        quorum=masking.threshold,
-        asked=setting.cohort,
-        word_bits=WORD_BITS,
-    )
+    plan = masking.plan(setting, dp, collusion=collusion, word_bits=WORD_BITS)
     uplink = LweMasked(
         unmask=masking.unmask,
         quorum=Quorum(masking.threshold),

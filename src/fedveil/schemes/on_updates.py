@@ -238,14 +238,7 @@ def _paraaegis(
 
 def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, collusion: float = COLLUSION) -> Scheme:
     """Clipped, with everybody's share of the noise, under masks."""
-    plan = NoisePlan(
-        dp.options.target(setting),
-        "sum",
-        collusion=collusion,
-        neighbours=masking.neighbours,
-        quorum=masking.threshold,
-        asked=setting.cohort,
-    )
+    plan = masking.plan(setting, dp.options, collusion=collusion)
     masks = masking.masks(noise=plan, collusion=max(collusion, COLLUSION))
     return Scheme(name="dp-secagg", downlink=Plain(), work=AppUpdate(dp.clip), uplink=masks)
 

@@ -392,6 +392,19 @@ class MaskOptions:
     threshold: float = 2 / 3
     neighbours: int | None = None
 
+    def plan(self, setting: Setting, dp: DpOptions, *, collusion: float, word_bits: int = 64) -> NoisePlan:
+        """The noise of everybody in a sum under them."""
+        return NoisePlan(
+            dp.target(setting),
+            "sum",
+            dp.accounting,
+            collusion=collusion,
+            neighbours=self.neighbours,
+            quorum=self.threshold,
+            asked=setting.cohort,
+            word_bits=word_bits,
+        )
+
     def masks(
         self, value_range: float = 2.0**24, *, noise: NoisePlan | None = None, collusion: float = COLLUSION
     ) -> Masked:

@@ -115,7 +115,11 @@ class SchemeInfo:
     @cached_property
     def declared(self) -> Mapping[str, SchemeOption]:
         """The scheme's own options by name, from its signature; a frozen dataclass there is a group of options."""
-        return _declared(self.build, self.name)
+        return _declared(self.build, self.name, self._groups)
+
+    @cached_property
+    def _groups(self) -> Mapping[str, Any]:
+        return _groups(self.build)
 
     @property
     def options(self) -> dict[str, Option]:
@@ -140,7 +144,7 @@ class SchemeInfo:
                 grouped.setdefault(group, {})[key] = value
             if not option.groups:
                 plain[key] = value
-        for group, default in _groups(self.build).items():
+        for group, default in self._groups.items():
             plain[group] = dataclasses.replace(default, **grouped.get(group, {}))
         scheme = self.build(setting, **plain) if _ours(self.build) else _built(self, setting, plain)
         scheme = dataclasses.replace(scheme, known_start=setting.known_start)
@@ -196,8 +200,8 @@ def _groups(build: Callable[..., Scheme]) -> dict[str, Any]:
     }
 
 
-def _declared(build: Callable[..., Scheme], scheme: str) -> dict[str, SchemeOption]:
-    hints, words, groups = _hints(build), _words(build), _groups(build)
+def _declared(build: Callable[..., Scheme], scheme: str, groups: Mapping[str, Any]) -> dict[str, SchemeOption]:
+    hints, words = _hints(build), _words(build)
     options: dict[str, SchemeOption] = {}
     for parameter in list(inspect.signature(build).parameters.values())[1:]:
         if parameter.name in groups:

@@ -256,15 +256,7 @@ def veil_dp(
     """
     uplink: Uplink
     if cover == "masks":
-        plan = NoisePlan(
-            dp.target(setting),
-            "sum",
-            dp.accounting,
-            collusion=pairs.collusion,
-            neighbours=masking.neighbours,
-            quorum=masking.threshold,
-            asked=setting.cohort,
-        )
+        plan = masking.plan(setting, dp, collusion=pairs.collusion)
         # Less than that share is only what the noise is sized for.
         uplink = masking.masks(noise=plan, collusion=max(pairs.collusion, COLLUSION))
     else:

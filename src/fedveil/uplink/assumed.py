@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fedveil.tensors import Layout
 from fedveil.uplink.graph import Graph, complete, covering_graph
 
 Law = Literal["gaussian", "decomposed"]
-LAWS = ("gaussian", "decomposed")
+LAWS: tuple[Law, ...] = get_args(Law)
 _PAIR = "pair noise"
 
 

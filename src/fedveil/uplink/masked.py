@@ -30,7 +30,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ from fedveil.uplink.unmasking import (
 )
 
 Unmasking = Literal["always", "on-dropout"]
-UNMASKING = ("always", "on-dropout")
+UNMASKING: tuple[Unmasking, ...] = get_args(Unmasking)
 UNMASKING_MESSAGES = (Unmask, Relayed, Revealed)
 _MASK = "mask"
 _REVELATION = "revelation"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,8 +103,8 @@ def collusion_strength(*, clients: float, colluding: float, ratio_squared: float
 Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
 Rules = Literal["circle", "everybody"]
-RULES = ("circle", "everybody")
-ACCOUNTING = ("exact", "paper")
+RULES: tuple[Rules, ...] = get_args(Rules)
+ACCOUNTING: tuple[Accounting, ...] = get_args(Accounting)
 
 COMPLETE_UP_TO = 128
 """The largest number of clients of which each shares noise with every other by default."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -41,15 +41,10 @@ from fedveil.uplink.noise_plan import NoisePlan, noise_graph
 _PAIR = "pair noise"
 
 
+@lru_cache(maxsize=8)  # simulated clients share context and terms
 def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
     """The grid of a round: a function of public facts, the same for everybody."""
-    return _gridded(plan, context, terms)
-
-
-@lru_cache(maxsize=8)
-def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
-    # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too, but
-    # not of one in short words.
+    # The weight is a number of the upload, too, but not of one in short words.
     noise_layout, most = planned(plan, context, terms.work), max(context.samples())
     whole = 1.0 if plan.word_bits == 64 else 0.0
     widest = max(whole, bounded(terms.work).largest, STATISTICS_CUT if statistics_in(terms.layout) else 0.0)
@@ -103,7 +98,7 @@ def add_shared(
 
 
 Dropouts = Literal["tolerate", "repair"]
-DROPOUTS = ("tolerate", "repair")
+DROPOUTS: tuple[Dropouts, ...] = get_args(Dropouts)
 
 
 @message

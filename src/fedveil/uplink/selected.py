@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
@@ -39,9 +39,8 @@ from fedveil.shapes import REALS, Number, Shape, reals
 from fedveil.tensors import Layout
 
 Choice = Literal["largest", "random"]
-CHOICES = ("largest", "random")
+CHOICES: tuple[Choice, ...] = get_args(Choice)
 SelectionNoise = Literal["gaussian", "laplace"]
-SELECTION_NOISES = ("gaussian", "laplace")
 _DELTA = 1e-5
 _CHUNK = 1 << 14
 Floats = NDArray[np.float64]

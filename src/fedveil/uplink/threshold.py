@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -56,7 +56,7 @@ from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import SECTIONS, Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
 from fedveil.protocol.parts import Dealing, RoundContext, Summing, Terms, Uplink, bounded, planned
-from fedveil.protocol.phases import Ask, Gathered, Inbox
+from fedveil.protocol.phases import Ask, Confirmations, Gathered, Inbox
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import Sizes, clients, counts, octets
 from fedveil.tensors import Layout
@@ -503,18 +503,6 @@ class _OneDealer(Inbox[Dealt]):
         self.shares, self.reply = shares, reply
 
 
-class _Takers(Inbox[Taken]):
-    """Takes word of shares of one key."""
-
-    def __init__(self, digest: bytes, clients: Collection[int]) -> None:
-        self._digest = digest
-        self.expect(Taken, clients)
-
-    def _fold(self, reply: Taken) -> None:
-        if to_bytes(reply.digest) != self._digest:
-            raise ProtocolError("a client has taken a share of another key")
-
-
 class KeyDealing(Dealing):
     """Server side: who has dealt the run's key, and who holds a share of it."""
 
@@ -545,7 +533,9 @@ class KeyDealing(Dealing):
             self._holders.append(dealer)
         if not shares:
             return
-        into = _Takers(_digest(self._uplink.public_key(self.public)), shares)
+        digest = _digest(self._uplink.public_key(self.public))
+        other = "a client has taken a share of another key"
+        into = Confirmations(Taken, shares, "digest", digest, otherwise=other)
         each = {client: SealedShare(from_bytes(sealed)) for client, sealed in shares.items()}
         answer = yield Ask(tuple(shares), TakeShare(dealer, reply.public), into, each=each)
         assert answer is not None

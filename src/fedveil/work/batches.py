@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,6 +94,17 @@ def _drops(layer: nn.Module) -> bool:
 
 
 @contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """torch's global generators seeded inside, the CPU's and a GPU's `device`, and afterwards as they were."""
+    gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if gpu else []), torch.cuda.device(device) if gpu else nullcontext():
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
+        if gpu:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
     """Seed whatever is drawn inside, and leave the global generators as they were.
 
@@ -101,22 +112,10 @@ def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
     generator's state waits for the device, only models with random layers are seeded.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    gpu = device.type == "cuda"
-    if gpu and not has_random_layers(module):
+    if device.type == "cuda" and not has_random_layers(module):
         yield
         return
-    seed, generator = mixed_seed(*parts), torch.default_generator
-    if not gpu:
-        before = generator.get_state()
-        generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
-        try:
-            yield
-        finally:
-            generator.set_state(before)
-        return
-    with torch.random.fork_rng([device]), torch.cuda.device(device):
-        generator.manual_seed(seed)
-        torch.cuda.manual_seed(seed)
+    with seeded(device, mixed_seed(*parts)):
         yield
 
 

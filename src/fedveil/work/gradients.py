@@ -85,7 +85,7 @@ def step(
         phi = objectives(architecture, module, loss, module(x), y, head)
         parameters = dict(module.named_parameters())
         moving = [name for name in parameters if name not in architecture.frozen]
-        rows = []
+        parts: list[Tensor] = []
         for number in range(len(phi)):
             grads = torch.autograd.grad(
                 phi[number],
@@ -94,13 +94,14 @@ def step(
                 allow_unused=True,
                 materialize_grads=True,
             )
-            rows.append(_flat(parameters, dict(zip(moving, grads, strict=True))))
-    return torch.cat([*rows, phi.detach(), collect_statistics(module, phi)])
+            parts += _in_order(parameters, dict(zip(moving, grads, strict=True)))
+    statistics = [collect_statistics(module, phi)] if architecture.statistics_sizes else []
+    return flatten([*parts, phi.detach(), *statistics])
 
 
-def _flat(parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
-    """All parameters' gradients side by side, zero where nothing is trained."""
-    return flatten([grads[name] if name in grads else torch.zeros_like(value) for name, value in parameters.items()])
+def _in_order(parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> list[Tensor]:
+    """All parameters' gradients, zero where nothing is trained."""
+    return [grads[name] if name in grads else torch.zeros_like(value) for name, value in parameters.items()]
 
 
 def weighted(vector: Tensor, samples: int, *, share: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -125,12 +126,12 @@ def steps(
             return phi, collect_statistics(module, phi)
 
         phi, pull, statistics = torch.func.vjp(forward, moving, has_aux=True)  # type: ignore[misc]
-        rows = []
+        rows: list[Tensor] = []
         for number in range(len(phi)):
             seed = torch.zeros_like(phi)
             seed[number] = 1.0
-            rows.append(_flat(parameters, pull(seed)[0]))
-        return torch.cat([*rows, phi, statistics])
+            rows += _in_order(parameters, pull(seed)[0])
+        return flatten([*rows, phi, statistics])
 
     with vectorising():
         return torch.vmap(one_client)(x, y)
@@ -164,8 +165,9 @@ class Gradients(SideBySide):
         return contribution_layout(architecture, tensors=tensors)
 
     def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
-        """Those of equal batch size together where vmap pays."""
-        if not self._should_vectorise(workspace, clients):
+        """Those of equal batch size together where vmap pays; captured groups are made elsewhere."""
+        grouped = broadcast.parameters.is_cuda and self._captured(workspace)
+        if grouped or not self._should_vectorise(workspace, clients):
             return super().units(workspace, broadcast, clients)
         by_size: dict[int, list[int]] = {}
         for position, data in enumerate(clients):

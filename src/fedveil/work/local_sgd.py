@@ -25,6 +25,8 @@ _FEWEST, _MOST = 5, 32
 _SMALL_STEP = 1 << 14
 """Parameters and inputs of a step up to which its time is torch's own, which many clients then share: beyond, copies
 of the parameters cost more than they save."""
+_STEPS_AHEAD = 8
+"""Batches of so many steps are looked up at once."""
 
 
 @dataclass(frozen=True)
@@ -135,24 +137,18 @@ class LocalSteps(SideBySide):
         moving = [value for value in copies.values() if value.requires_grad]
         memory = self.optimiser.start(moving)
         count, rate = self.count(len(clients[0])), self.schedule.at(round)
-        batches = [
-            self.batches.steps(client=data.client, samples=len(data), first=round * count, count=count)
-            for data in clients
-        ]
+        losses = []
 
         def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return self.loss.mean(torch.func.functional_call(module, parameters, (x,)), y)
 
-        losses = []
-        for chosen in zip(*batches, strict=True):
-            pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
-            x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
-            with torch.enable_grad(), vectorising():
+        with torch.enable_grad(), vectorising():
+            for x, y in self._batches_of(clients, first=round * count, count=count):
                 loss = torch.vmap(loss_of)(copies, x, y)
                 grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
-            with torch.no_grad():
-                self.optimiser.step(moving, grads, memory, rate)
-            losses.append(loss.detach())
+                with torch.no_grad():
+                    self.optimiser.step(moving, grads, memory, rate)
+                losses.append(loss.detach())
         value = torch.stack(losses).mean(0)[:, None]
         rows = torch.cat([copy.detach().reshape(many, -1) for copy in copies.values()], dim=1)
         samples = value.new_tensor([[len(data)] for data in clients])
@@ -160,6 +156,27 @@ class LocalSteps(SideBySide):
         if all_in_range(vectors):
             return list(vectors)
         return [self._one(workspace, broadcast, data, round) for data in clients]
+
+    def _batches_of(self, clients: Sequence[ClientData], *, first: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every client's batch of one local step after the other, side by side."""
+        drawn = [
+            list(self.batches.steps(client=data.client, samples=len(data), first=first, count=count))
+            for data in clients
+        ]
+        if any(data.source is not None or data.augment is not None for data in clients):
+            for chosen in zip(*drawn, strict=True):
+                pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
+                x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
+                yield x, y
+            return
+        for start in range(0, count, _STEPS_AHEAD):
+            chosen_rows = []
+            for data, steps in zip(clients, drawn, strict=True):
+                rows = torch.stack([which for _, which in steps[start : start + _STEPS_AHEAD]])
+                chosen_rows.append(rows if data.rows is None else data.rows[rows])
+            x = _side_by_side([data.x for data in clients], chosen_rows)
+            y = _side_by_side([data.y for data in clients], chosen_rows)
+            yield from zip(x, y, strict=True)
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         module, moving, samples = workspace.module, workspace.moving, len(data)
@@ -202,3 +219,11 @@ class LocalSteps(SideBySide):
         except NumericError as reason:
             return reason
         return vector
+
+
+def _side_by_side(samples: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Each client's rows of its samples, clients in the second dimension; those who share a tensor in one reading."""
+    if all(one is samples[0] for one in samples):
+        chosen = torch.stack(tuple(rows), dim=1)
+        return samples[0].index_select(0, chosen.flatten()).reshape(*chosen.shape, *samples[0].shape[1:])
+    return torch.stack([one[which] for one, which in zip(samples, rows, strict=True)], dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedveil.downlink.messages import PublicHead
 from fedveil.errors import ConfigError, DataError, spelled
+from fedveil.tensors import under_vmap
 
 LOSSES = ("square", "cross-entropy", "binary-cross-entropy")
 
@@ -78,6 +79,8 @@ class CrossEntropy:
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """−log softmax(output)[target], averaged."""
+        if output.dim() == 2 and not (self.class_weights or self.smoothing) and under_vmap(output):
+            return -torch.log_softmax(output, 1).gather(1, target[:, None]).mean()
         if not self.class_weights:
             return F.cross_entropy(output, target, label_smoothing=self.smoothing)
         weights = _vector(self.class_weights, output.dtype, output.device)
@@ -210,11 +213,10 @@ def refuse_head_noise(loss: Loss) -> None:
     """Head noise is exact for the square loss only; anything else is refused with the two ways out."""
     if not isinstance(loss, SquareLoss):
         raise ConfigError(
-            f"Head noise with the {loss.name} loss cannot be undone: the recovery identity "
-            "L = φ₀ − Σ γ_s·φ_s + v·φ_β holds because the square loss is quadratic in the output, and "
-            f"{loss.name} is not. Two ways out: train with {spelled('loss', 'square')} (for classes with "
-            f"{spelled('target_scale')} and "
+            f"Head noise with the {loss.name} loss cannot be undone: the recovery identity L = φ₀ − Σ γ_s·φ_s + v·φ_β "
+            f"holds because the square loss is quadratic in the output, and {loss.name} is not. Two ways out: train "
+            f"with {spelled('loss', 'square')} (for classes with {spelled('target_scale')} and "
             f"{spelled('true_weight')} if needed), or keep the loss and drop the head noise "
-            f"({spelled('head_noise', False)}); the "
-            "hidden layers stay rescaled, but clients then see the model's true outputs."
+            f"({spelled('head_noise', False)}); the hidden layers stay rescaled, but clients then see the model's true "
+            "outputs."
         )

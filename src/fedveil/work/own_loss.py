@@ -18,6 +18,7 @@ from fedveil.downlink.architecture import Architecture, Weights, batch_norms, lo
 from fedveil.downlink.decomposed import has_multipliers
 from fedveil.errors import Code, ConfigError, TraceError
 from fedveil.tensors import flatten
+from fedveil.work.batches import seeded
 from fedveil.work.losses import Loss
 
 Objective = Callable[[Tensor, Tensor], Tensor]
@@ -153,15 +154,10 @@ def answer(loss: Loss, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 @contextmanager
 def generators_at_zero(device: torch.device) -> Iterator[None]:
     """The global generators of torch, numpy and Python seeded with 0 inside, and afterwards as they were."""
-    gpu = device.type == "cuda"
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if gpu else []):
+    with seeded(device, 0):
         random.seed(0)
         np.random.seed(0)
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed every GPU for good
-        if gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from fedveil.audit.attacks.extraction import probe_attack as probe
 from fedveil.audit.attacks.extraction import received_attack as received
 from fedveil.audit.record import client_view, server_view
 from fedveil.audit.running import AttackProcess
-from fedveil.audit.views import ClientView, to_bytes, weights_by_name
+from fedveil.audit.views import ClientView, to_bytes
 from fedveil.downlink.architecture import assemble
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 
@@ -171,8 +171,7 @@ def test_clients_that_hold_the_model_attack_what_they_hold(tmp_path: Path) -> No
     view = replace(client_view(record, 1, data=own_data(job, 1)), known={"queries": job.test.x})
     with pytest.raises(NotApplicableError, match="client 1 was sent none"):
         received(view, {}, quiet)
-    named = weights_by_name(outcome.state.weights)
-    holding = replace(view, known={**view.known, **{f"weights.{name}": one for name, one in named.items()}})
+    holding = replace(view, known={**view.known, **outcome.state.weights.named("weights.")})
     with torch.no_grad():
         truth: Tensor = assemble(job.architecture, outcome.state.weights).eval()(job.test.x.double())
     assert torch.allclose(received(holding, {}, quiet)["received"], truth, atol=1e-12)

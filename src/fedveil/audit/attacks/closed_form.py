@@ -16,6 +16,7 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from fedveil.audit.attack import AttackContext, OnProgress, applicable, attack, silent
+from fedveil.audit.attacks.extraction import last_linear
 from fedveil.audit.attacks.gradients import (
     MOST_READ,
     MOST_SAMPLES,
@@ -266,13 +267,14 @@ def _slope(problem: Problem, output: Tensor, label: int) -> Tensor:
 
 
 def _head(problem: Problem, module: nn.Module) -> tuple[str, nn.Linear]:
-    linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    if not linear or linear[-1][1].out_features != problem.outputs:
+    name = last_linear(module)
+    layer = None if name is None else module.get_submodule(name)
+    if name is None or not isinstance(layer, nn.Linear) or layer.out_features != problem.outputs:
         raise ConfigError(
             f"Labels can be inferred only where the last layer is linear with one output for each of the "
             f"{problem.outputs} classes. Pass the labels, or use dlg, which searches for them."
         )
-    return linear[-1]
+    return name, layer
 
 
 def _reads_the_input(problem: Problem, name: str) -> bool:
@@ -294,10 +296,10 @@ def read_class(problem: Problem) -> Tensor:
     The last layer's gradient is δ·(h, 1)ᵀ for one sample: it gives away h, so the outputs, so the class whose
     ∂loss/∂output is δ. This holds for any loss; under the square loss a class cannot be told by a sign.
     """
-    linear = [name for name, layer in problem.module.named_modules() if isinstance(layer, nn.Linear)]
-    prefix = f"{linear[-1]}." if linear and linear[-1] else ""
+    last = last_linear(problem.module)
+    prefix = f"{last}." if last else ""
     parts, held = named_gradients(problem), dict(problem.module.named_parameters())
-    if not linear or f"{prefix}bias" not in parts:
+    if last is None or f"{prefix}bias" not in parts:
         raise ConfigError("The class is read off a last layer that is linear and has a bias.")
     weight, bias = parts[f"{prefix}weight"].double(), parts[f"{prefix}bias"].double()
     features = (bias @ weight) / bias.square().sum().clamp_min(1e-300)
@@ -314,11 +316,11 @@ def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:
     """
     if problem.batch != 1:
         raise ConfigError(f"The direction of a gradient tells the label of one sample, not of {problem.batch}.")
-    linear = [name for name, layer in problem.module.named_modules() if isinstance(layer, nn.Linear)]
-    if not linear:
+    last = last_linear(problem.module)
+    if last is None:
         raise ConfigError("Labels can be inferred only where the last layer is linear.")
     parts = named_gradients(problem)
-    prefix = f"{linear[-1]}." if linear[-1] else ""
+    prefix = f"{last}." if last else ""
     name = f"{prefix}bias" if f"{prefix}bias" in parts else f"{prefix}weight"
     module = private_copy(problem, dtype=torch.float64)
     probes = torch.cat([first_guess(problem, generator=generator, dtype=torch.float64) for _ in range(PROBES)])

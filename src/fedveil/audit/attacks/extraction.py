@@ -287,14 +287,20 @@ def received(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
     return module
 
 
+def last_linear(module: nn.Module) -> str | None:
+    """The path of the last linear layer; None where there is none."""
+    linear = [path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    return linear[-1] if linear else None
+
+
 def head_path(architecture: Architecture) -> str:
     """Where the last linear layer is: as traced, or the last one of the architecture."""
     if architecture.table is not None and architecture.table.head is not None:
         return architecture.table.head.path
-    linear: list[str] = [path for path, layer in architecture.skeleton.named_modules() if isinstance(layer, nn.Linear)]
-    if not linear:
+    last = last_linear(architecture.skeleton)
+    if last is None:
         raise NotApplicableError("no nn.Linear layer in the model: there is no head to probe or to calibrate")
-    return linear[-1]
+    return last
 
 
 def read_head(architecture: Architecture, module: nn.Module, x: Tensor) -> Readings:

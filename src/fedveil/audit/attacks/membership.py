@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericEr
 
 Outputs = Callable[[Tensor], Tensor]
 Features = Literal["outputs", "classes", "layers", "second", "third", "gradients"]
-FEATURES: tuple[Features, ...] = ("outputs", "classes", "layers", "second", "third", "gradients")
+FEATURES: tuple[Features, ...] = get_args(Features)
 LAYERS: dict[str, Features] = {"last": "outputs", "second": "second", "third": "third", "three": "layers"}
 """What the setting `layer` stands for."""
 

@@ -91,7 +91,7 @@ def phi_attack(
                 f"a {facts.task} task, and no linear layer that reads the input: classes are needed"
             ) from None
         with applicable():
-            inverted = invert_bare(
+            found = invert_bare(
                 architecture,
                 broadcast,
                 bare,
@@ -103,7 +103,7 @@ def phi_attack(
                 box=context.box,
                 progress=context.progress,
             )
-        return as_result(Reconstruction(inverted.inputs, inverted.labels.argmax(1), inverted.loss))
+        return as_result(found)
     inputs, labels = reading.x[None], torch.full((batch,), UNREAD)
     if batch > 1:
         inputs = _rows(facts, architecture, broadcast, bare, batch, context)
@@ -243,15 +243,6 @@ def read_label(architecture: Architecture, broadcast: Broadcast, bare: BareTenso
     return int((basis[:, 1:last] - bare.values[1:last]).square().sum(1).argmin())
 
 
-@dataclass(frozen=True, eq=False)
-class Inverted:
-    """The inputs found, soft labels (each row sums to one), and the matching loss that was reached."""
-
-    inputs: Tensor
-    labels: Tensor
-    loss: float
-
-
 def invert_bare(
     architecture: Architecture,
     broadcast: Broadcast,
@@ -266,7 +257,7 @@ def invert_bare(
     good_enough: float = 1e-9,
     box: tuple[float, float] | None = (0.0, 1.0),
     progress: OnProgress = silent,
-) -> Inverted:
+) -> Reconstruction:
     """Inputs and labels whose G_β and Σ_s G_s are the uploaded ones, by Adam; the best of `restarts` attempts.
 
     Ψ is linear in e, so its rows are matched by their sum: one more backward pass, however many groups there are. A
@@ -306,7 +297,7 @@ class _Search:
 
     def attempt(
         self, batch: int, generator: torch.Generator, steps: int, rate: float, progress: OnProgress
-    ) -> Inverted:
+    ) -> Reconstruction:
         shape, device = (batch, *self.architecture.input_shape), self.bare.phi.device
         low, high = self.box if self.box is not None else (-1.0, 1.0)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
@@ -318,12 +309,12 @@ class _Search:
         searched = [x] if self.label is not None else [x, logits]
         optimiser = torch.optim.Adam(searched, lr=rate * (high - low))
         slower = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=1e-3 * rate)
-        kept = Inverted(x.detach().clone(), logits.detach().softmax(1), math.inf)
+        kept = Reconstruction(x.detach().clone(), logits.argmax(1), math.inf)
         for step in range(steps):
             value = self.distance(x, logits.softmax(1))
             reached = float(value.detach())
             if reached < kept.loss:
-                kept = Inverted(x.detach().clone(), logits.detach().softmax(1), reached)
+                kept = Reconstruction(x.detach().clone(), logits.argmax(1), reached)
             for variable, slope in zip(searched, torch.autograd.grad(value, searched), strict=True):
                 variable.grad = slope
             optimiser.step()

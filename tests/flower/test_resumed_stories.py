@@ -1,0 +1,165 @@
+"""Clients who were told different sums share nothing after a resume either: real message handlers, a lying server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil.client_held.messages import Begin, Finish
+from fedveil.client_held.server import RelayRole, RelayState
+from fedveil.config import RunConfig
+from fedveil.engine.local import folded
+from fedveil.errors import Code, Refusal
+from fedveil.flower.client_memory import Memory
+from fedveil.flower.home import Home
+from fedveil.flower.message_handler import MessageHandler, build_side
+from fedveil.flower.messages import Setup
+from fedveil.framing import pack, unpack
+from fedveil.protocol.client_state import Held
+from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
+from fedveil.secrets import OsSecrets
+from flower.in_process import make_homes
+from flower.test_message_handler import FACTS, LINEAGE
+
+CLIENTS, VICTIM = 5, 4
+Deliver = Callable[[int, Request, Request | None], Reply | Code]
+CONFIG = RunConfig(
+    scheme="ckks-fedavg",
+    cipher="pads",
+    clients=CLIENTS,
+    rounds=6,
+    seed=3,
+    batch_size=32,
+    loss="cross-entropy",
+    client_lr=0.1,
+    secrets="os",
+    model_options={"depth": 1, "width": 4},
+)
+
+
+@dataclass
+class Nodes:
+    """Message handlers, each with a home of its own."""
+
+    homes: list[Path]
+    handlers: dict[int, MessageHandler] = field(default_factory=dict)
+    sent: Any = field(default_factory=itertools.count)
+
+    def deliver(self, setup: Setup, client: int, request: Request, private: Request | None) -> Reply | Code:
+        parts = {"common": encode(request)} | ({} if private is None else {"private": encode(private)})
+        handler = self.handlers.setdefault(client, MessageHandler(self.homes[client]))
+        parcel = pack({"setup": setup.to_text(), "message": f"m{next(self.sent)}"}, parts)
+        header, answer = unpack(handler.handle(parcel))
+        return Code(header["code"]) if header["code"] else decode(answer["reply"])  # type: ignore[return-value]
+
+    def held(self, client: int) -> Held:
+        known = Memory(self.homes[client] / "state").recall(LINEAGE, device=torch.device("cpu"))
+        assert known is not None
+        assert known.state.held is not None
+        return known.state.held
+
+
+class Run:
+    """An honest server's run, step by step; `via` is how its messages are delivered."""
+
+    def __init__(self, nodes: Nodes, setup: Setup, *, via: Deliver | None = None) -> None:
+        common = build_side(Home.read(nodes.homes[0]), setup, start=None)
+        assert common.architecture is not None
+        self.relay = RelayRole(
+            common.common.scheme,
+            common.architecture,
+            RelayState(0, setup.attempt),
+            secrets=OsSecrets(),
+            cohort=common.common.cohort,
+            rounds=CONFIG.rounds,
+            name=setup.name,
+        )
+        self.via: Deliver = via or (lambda *sent: nodes.deliver(setup, *sent))
+        self.done: list[RoundDone] = []
+        self._steps = self.relay.run()
+        self.ask = self._next(None)
+
+    def _next(self, answer: Gathered | None) -> Ask | None:
+        try:
+            step = self._steps.send(answer)
+            while not isinstance(step, Ask):
+                if isinstance(step, RoundDone):
+                    self.done.append(step)
+                step = self._steps.send(None)
+        except StopIteration:
+            return None
+        return step
+
+    def until(self, kind: type[Request] | None = None, *, round: int = 0) -> Any:
+        """The request of a kind and round; to the run's end without one."""
+        while (ask := self.ask) is not None:
+            if kind is not None and isinstance(ask.common, kind) and getattr(ask.common, "round", round) == round:
+                return ask.common
+            answers = {client: self.via(client, ask.common, ask.each.get(client)) for client in ask.to}
+            refused = {client: Refusal(one, one.value) for client, one in answers.items() if isinstance(one, Code)}
+            replies = {client: one for client, one in answers.items() if isinstance(one, Reply)}
+            refused |= {client: why for client, one in replies.items() if (why := folded(ask.into, one, client))}
+            arrived = tuple(client for client in replies if client not in refused)
+            self.ask = self._next(Gathered(arrived, refused, (), 0, 0))
+        return None
+
+    def uploads(self) -> list[list[int] | None]:
+        """Whose uploads each round's sum is made of; None where it has none."""
+        return [None if one.aggregate is None else one.aggregate.contributors.tolist() for one in self.done]
+
+
+def told_differently(nodes: Nodes, setup: Setup) -> None:
+    """One client is told the first sums and no more; the others that their round has failed, and the next one's."""
+    run = Run(nodes, setup)
+    run.until(Begin, round=1)
+
+    def apart(client: int, request: Request, private: Request | None) -> Reply | Code:
+        if isinstance(request, Begin) and client == VICTIM:
+            nodes.deliver(setup, client, request, private)
+            return Code.PROTOCOL  # as the server has it
+        if isinstance(request, Begin):
+            request = replace(request, version=0, latest=None)
+        return nodes.deliver(setup, client, request, private)
+
+    run.via = apart
+    run.until(Begin, round=2)
+    second = run.relay.standing[1]
+    assert second is not None
+    for client in range(CLIENTS):
+        latest = None if client == VICTIM else replace(second, version=1)
+        ended: Any = nodes.deliver(setup, client, Finish(1, latest), None)
+        assert ended.version == 1
+
+
+def test_after_a_resume_nobody_uploads_together_with_who_was_told_other_sums(tmp_path: Path) -> None:
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    setup = Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=0)
+    told_differently(nodes, setup)
+    held = [nodes.held(client) for client in range(CLIENTS)]
+    assert not torch.equal(held[VICTIM].weights.parameters, held[0].weights.parameters)
+    again = Run(nodes, replace(setup, attempt=1, start=1))
+    again.until()
+    assert len(again.done) == CONFIG.rounds
+    together = [one for one in again.uploads() if one is not None]
+    assert together  # the others go on
+    assert all(VICTIM not in one for one in together)
+
+
+def test_after_a_resume_clients_who_were_told_the_same_upload_together(tmp_path: Path) -> None:
+    """The control, which would fail if a story that is carried along kept anybody from anything."""
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    setup = Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=0)
+    run = Run(nodes, setup)
+    latest = run.until(Begin, round=1).latest
+    for client in range(CLIENTS):
+        nodes.deliver(setup, client, Finish(1, latest), None)
+    again = Run(nodes, replace(setup, attempt=1, start=1))
+    again.until()
+    assert again.uploads() == [list(range(CLIENTS))] * CONFIG.rounds
