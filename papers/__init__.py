@@ -3,6 +3,7 @@
 from papers.cells import Cell
 from papers.entries import Entry
 from papers.page import page
+from papers.plan import PLAN, Step, refuse_choice, run_plan, still_to_run
 from papers.report import Check, Figure, Report
 from papers.runner import (
     ALL,
@@ -10,6 +11,7 @@ from papers.runner import (
     Outcome,
     Stored,
     Tick,
+    attempt,
     entries,
     find,
     reproduce,
@@ -21,6 +23,7 @@ from papers.runner import (
 
 __all__ = [
     "ALL",
+    "PLAN",
     "Cell",
     "Check",
     "Entry",
@@ -28,14 +31,19 @@ __all__ = [
     "Options",
     "Outcome",
     "Report",
+    "Step",
     "Stored",
     "Tick",
+    "attempt",
     "entries",
     "find",
     "page",
+    "refuse_choice",
     "reproduce",
     "reproduce_all",
     "run_entry",
+    "run_plan",
+    "still_to_run",
     "stored_result",
     "stored_results",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedveil import schemes
 from papers.cells import Cell, Figures, Results
-from papers.report import Check, Figure, Report
+from papers.report import EMPTY, Check, Figure, Report
 from papers.stage import OnRound, Stage
 
 Work = Callable[[Stage, Cell, int, OnRound], Figures]
@@ -125,13 +125,13 @@ def _figure(report: Report, what: str, start: Sequence[str], column: str, printe
     """One of the few numbers that stand for a table, read off it: the row that begins with `start`, and a column.
 
     `printed` is the column with the paper's number, or words in its place; without it the column holds "paper / ours".
+    The small form is run on other data: no number of the paper's stands beside its own.
     """
     row = next((row for row in report.rows if row[: len(start)] == tuple(start)), None)
     if row is None:
         return None
     place = {name: number for number, name in enumerate(report.columns)}
-    text = row[place[column]]
-    if not printed:
-        theirs, _, ours = text.partition(_BOTH)
-        return Figure(what, theirs, ours)
-    return Figure(what, row[place[printed]] if printed in place else printed, text)
+    theirs, _, ours = row[place[column]].rpartition(_BOTH)
+    if printed:
+        theirs = row[place[printed]] if printed in place else printed
+    return Figure(what, EMPTY if report.quick else theirs, ours)

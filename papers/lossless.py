@@ -30,7 +30,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row as Round
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
-from papers import membership
+from papers import curious, membership
 from papers.attacks import (
     INEFFECTIVE,
     REFERENCES,
@@ -50,10 +50,10 @@ from papers.attacks import (
     told,
     tried,
 )
-from papers.cells import Cell, Figures, Results, figures_of, mean, number, standard_error
+from papers.cells import Cell, Figures, Results, difference, figures_of, mean, number, standard_error
 from papers.entries import Draw, Table, read_paper
 from papers.reconstruction import BLIND, Pictures, Tried
-from papers.report import EMPTY, Check, Report, paper, ratio
+from papers.report import EMPTY, POINTS, Check, Report, paper, ratio, shown
 from papers.report import short as text
 from papers.stage import OnRound, Stage
 
@@ -102,10 +102,10 @@ def _told_under(results: Results, bench: Mapping[str, Any], name: str) -> Iterat
 
 
 def _table3_report(results: Results, quick: bool) -> Report:
-    shown = [one for one in benches(quick) if one.get("usual", True) or membership.name_of(one, FEDAVG) in results]
+    there = [one for one in benches(quick) if one.get("usual", True) or membership.name_of(one, FEDAVG) in results]
     rows: list[tuple[str, ...]] = []
     checks = []
-    for bench in shown:
+    for bench in there:
         where, printed = membership.shown_as(bench), _T3["printed"].get(bench["data"], {})
         plain, veiled = (membership.name_of(bench, one) for one in (FEDAVG, LOSSLESS))
         commonest = membership.percent(results, plain, "commonest")
@@ -123,7 +123,7 @@ def _table3_report(results: Results, quick: bool) -> Report:
         checks.append(membership.told_without_protection(results, plain, where))
         checks.append(membership.close_accuracy(results, veiled, plain, where, points=_T3["points"]))
         checks += membership.guesses(results, veiled, plain, where)
-    return _T3.report(rows, checks, quick=quick, notes=membership.notes(_T3, shown))
+    return _T3.report(rows, checks, quick=quick, notes=membership.notes(_T3, there))
 
 
 # Table IV: class inversion from the model that a client holds.
@@ -321,9 +321,9 @@ class _Inverted:
     def number(self, label: str, what: str) -> float | None:
         return number(self.results, f"{self.data}/{label}", what)
 
-    def success(self, label: str, way: str) -> Score | None:
+    def success(self, label: str, way: str, by: str = JUDGE) -> Score | None:
         """An attack's success rate with its interval."""
-        return score_of(self.results, f"{self.data}/{label}", f"{self.prior} {way} {JUDGE}", value=" asr", read=number)
+        return score_of(self.results, f"{self.data}/{label}", f"{self.prior} {way} {by}", value=" asr", read=number)
 
     def row(self, label: str, way: str) -> VerdictRow:
         """What a success rate means beside chance and FedAvg's; chance is one in as many as the model has outputs."""
@@ -386,7 +386,7 @@ def _table4_checks(found: _Inverted) -> Iterator[Check]:
         alike = nothing is not None and nothing.value >= bare.surely
         seen = f"judge {_percent(bare)}, untrained {_percent(nothing)}"
         yield Check(claim, word == "as if unprotected" and not alike, seen, premise=True)
-    yield _guessing(found, AS_IS, f"{start}: lossless leaves guessing (the paper's claim)")
+    yield _guessing(found, AS_IS, f"{start}: lossless leaves guessing")
     yield _guessing(found, ADAPTIVE, f"{start}: lossless leaves guessing to who takes the head noise off")
     claim = f"{start}: pictures are farther from private data than FedAvg's"
     ratios, after = (
@@ -420,6 +420,9 @@ def _guessing(found: _Inverted, way: str, claim: str) -> Check:
         return Check(claim, None)
     bare = found.success(FEDAVG, AS_IS)
     seen = f"judge {_percent(ours)}, FedAvg {_percent(bare)}, untrained {_percent(nothing)}"
+    paper, control = found.success(LOSSLESS, way, OWN), found.success(CONTROL, AS_IS, OWN)
+    if paper is not None and control is not None:
+        seen += f"; by the attacked model, as the paper counts: {_percent(paper)}, untrained {_percent(control)}"
     if word == INEFFECTIVE:
         return Check(claim, None, f"{seen}; {INEFFECTIVE} even on FedAvg's model")
     guess = 1 / (found.number(LOSSLESS, "outputs") or 1.0)
@@ -515,16 +518,13 @@ def _ends(results: Results, label: str) -> dict[str, list[float]]:
 
 
 def _curve_report(results: Results, quick: bool) -> Report:
-    rows, checks, printed = [], [], [text(None if quick else one, "{:.2f}") for one in _CURVES["printed"]]
+    rows, checks = [], []
     for label, run in _CURVES.form(quick)["runs"].items():
         ends = _ends(results, label)
-        means = {scheme: statistics.mean(values) if values else None for scheme, values in ends.items()}
-        plain, ours = means[FEDAVG], means[LOSSLESS]
-        gap = None if plain is None or ours is None else ours - plain
-        error = None
-        if min(map(len, ends.values())) > 1:
-            error = math.sqrt(sum(statistics.variance(values) / len(values) for values in ends.values()))
-        figures = [text(one, "{:.2f}") for one in (plain, ours)]
+        printed = [text(one, "{:.2f}") for one in run.get("printed", (None, None))]
+        plain, ours = (dict(enumerate(ends[scheme])) for scheme in (FEDAVG, LOSSLESS))
+        gap, error = _apart(plain, ours)
+        figures = [shown(one, digits=2) for one in (plain, ours)]
         rows.append(
             (run["name"], printed[0], figures[0], printed[1], figures[1], text(gap, "{:+.2f}"), text(error, "{:.2f}"))
         )
@@ -651,32 +651,48 @@ def accuracy_report(table: Table, results: Results, quick: bool) -> Report:
             continue
         name = f"{_network(run)}, {run['clients']} clients, {loss}"
         printed = _printed(table, run, loss)
-        errors = [standard_error(values) for values in (plain, ours)]
-        error = None if None in errors else math.hypot(*(one for one in errors if one is not None))
-        gap = statistics.mean(ours.values()) - statistics.mean(plain.values()) if plain and ours else None
-        shown = [text(mean(values), "{:.2f}") for values in (plain, again, ours)]
+        gap, error = _apart(plain, ours)
+        figures = [shown(values, digits=2) for values in (plain, again, ours)]
         theirs = [text(one, "{:.2f}") for one in printed]
         baselines = [
             f"{theirs[place]} / {text(mean(values), '{:.2f}')}" for place, values in enumerate(others.values(), 2)
         ]
         rows.append(
             (
-                *(_network(run), str(run["clients"]), loss, theirs[0], shown[0], shown[1], theirs[1], shown[2]),
+                *(_network(run), str(run["clients"]), loss, theirs[0], *figures[:2], theirs[1], figures[2]),
                 *(text(gap, "{:+.2f}"), text(error, "{:.2f}"), f"{len(plain)}, {len(ours)}"),
                 *(baselines if compared else ()),
             )
         )
         if "veiled" not in form["losses"][loss]:
             continue
+        loses = table.data.get("printed_loss", {}).get(_network(run), {}).get(str(run["clients"]))
+        if loses is not None:
+            usual_loss = _last(results, f"{_network(run)}/k{run['clients']}/cross-entropy/{FEDAVG}")
+            checks.append(_loses(name, difference(usual_loss, ours), loses))
         least = run.get("least", form["losses"][loss]["least"])
-        for scheme, values, shown_mean in ((FEDAVG, plain, shown[0]), (LOSSLESS, ours, shown[2])):
+        for scheme, values, figure in ((FEDAVG, plain, figures[0]), (LOSSLESS, ours, figures[2])):
             held = statistics.mean(values.values()) >= least if values else None
-            checks.append(Check(f"{name}: {scheme} reaches {least:g} %", held, shown_mean, premise=scheme == FEDAVG))
+            checks.append(Check(f"{name}: {scheme} reaches {least:g} %", held, figure, premise=scheme == FEDAVG))
         enough = min(len(plain), len(ours)) >= _T2["seeds"]
         checks.append(_ends_alike(name, gap, error, enough=enough, quick=quick))
         if compared and loss == table["baseline_loss"] and (any(others.values()) or run.get("baselines") or quick):
             checks += _ahead(name, mean(ours), {one: mean(values) for one, values in others.items()})
     return table.report(rows, checks, quick=quick, notes=table.notes())
+
+
+def _loses(name: str, gap: Mapping[int, float], printed: float) -> Check:
+    """How much less accurate the method is than what nobody would do without: FedAvg on the cross-entropy."""
+    centre = mean(gap)
+    claim = f"{name}: {printed:g} points below FedAvg on the cross-entropy (within {POINTS:g})"
+    return Check(claim, None if centre is None else abs(centre - printed) <= POINTS, shown(gap, signed=True))
+
+
+def _apart(plain: Mapping[int, float], ours: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """How far the method's mean is from FedAvg's, and the standard error of that."""
+    errors = [standard_error(values) for values in (plain, ours)]
+    error = None if None in errors else math.hypot(*(one for one in errors if one is not None))
+    return (statistics.mean(ours.values()) - statistics.mean(plain.values()) if plain and ours else None), error
 
 
 def _printed(table: Table, run: Mapping[str, Any], loss: str) -> list[float | None]:
@@ -728,7 +744,8 @@ def draw_accuracy(table: Table) -> Draw:
 
 
 def _fig5_report(results: Results, quick: bool) -> Report:
-    rows, checks = [], []
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
     for place in _PICTURES.places(quick):
         found = Tried(results, place)
         if not (place.usual or figures_of(results, place.cell(FEDAVG))):
@@ -752,12 +769,24 @@ def _fig5_report(results: Results, quick: bool) -> Report:
         ran = bool(figures_of(results, place.cell(FEDAVG)))
         checks.append(Check(claim, attack is not None if ran else None, attack or "", premise=True))
         for scheme, claim in _F5["claims"].items():
-            checks.append(found.nothing(scheme, place.attacks, f"{place.name}: {claim}"))
+            judged = found.nothing(scheme, place.attacks, f"{place.name}: {claim}")
+            checks.append(replace(judged, ours=scheme == LOSSLESS))
+    rows += curious.lines(_F5, results, quick)
+    checks += curious.checks(_F5, results, quick)
     return _F5.report(rows, checks, quick=quick, notes=[*_F5.notes(), *sheet_note(fig5_rows(results, quick))])
 
 
+def _fig5_cells(quick: bool) -> tuple[Cell, ...]:
+    return (*_PICTURES.cells(quick), *curious.cells(_F5, quick))
+
+
+def _fig5_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    work = curious.work if f"/{curious.CURIOUS}/" in cell.name else _PICTURES.work
+    return work(stage, cell, seed, on_round)
+
+
 def fig5_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
-    """Originals, then what the best attack made of them under every scheme."""
+    """Originals, then what the server's best attack made of them under every scheme; what a client made of models."""
     rows = []
     for place, scheme in itertools.product(_PICTURES.places(quick), _F5["schemes"]):
         for figures in figures_of(results, place.cell(scheme))[:1]:
@@ -766,13 +795,13 @@ def fig5_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
             best = Tried(results, place).best(scheme, place.attacks)
             if (made := from_text(figures, f"{best} pictures")) is not None:
                 rows.append((f"{place.name} {_F5['names'][scheme]}", made))
-    return rows
+    return rows + curious.sheet_rows(_F5, results, quick)
 
 
 ENTRIES = (
     _T2.entry(partial(accuracy_cells, _T2), partial(accuracy_report, _T2), work=curve_work, draw=draw_accuracy(_T2)),
     _T3.entry(_table3_cells, _table3_report, work=membership.work),
     _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),
-    _F5.entry(_PICTURES.cells, _fig5_report, work=_PICTURES.work, draw=draw_sheet(fig5_rows)),
+    _F5.entry(_fig5_cells, _fig5_report, work=_fig5_work, draw=draw_sheet(fig5_rows)),
     _CURVES.entry(_curve_cells, _curve_report, work=curve_work, draw=_draw_curves),
 )

@@ -37,7 +37,7 @@ from papers.cells import (
 from papers.collusion import Seen, seen_round
 from papers.costs import exponent, job_of, round_costs
 from papers.entries import read_paper
-from papers.report import EMPTY, Check, Report, compared, paper, ratio, rising, short, shown, trained
+from papers.report import EMPTY, Check, Report, above, compared, paper, ratio, rising, short, shown, trained
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("nadp")
@@ -149,11 +149,11 @@ def _table1_row(results: Results, data: str, count: int, epsilon: float, quick: 
 def _table1_checks(
     results: Results, sizes: Sequence[int], epsilons: Sequence[float], quick: bool, *, data: str = _FASHION
 ) -> list[Check]:
-    def gain(count: int, epsilon: float, one: str, other: str) -> float | None:
-        """One scheme − another, in points."""
-        return mean(difference(*(numbers(results, cell(data, count, each, epsilon)) for each in (one, other))))
+    def gain(count: int, epsilon: float, one: str, other: str) -> dict[int, float]:
+        """One scheme − another, in points, by seed."""
+        return difference(*(numbers(results, cell(data, count, each, epsilon)) for each in (one, other)))
 
-    def margin(count: int, epsilon: float) -> float | None:
+    def margin(count: int, epsilon: float) -> dict[int, float]:
         return gain(count, epsilon, "nadp", "ldp")
 
     named = [f"N = {count}" for count in sizes]
@@ -165,24 +165,20 @@ def _table1_checks(
     checks += [
         rising(f"the margin grows as ε falls at N = {count}", [margin(count, one) for one in epsilons], falling)
         for count in sizes
-        if quick or count != 50 or margin(count, epsilons[0]) is not None
+        if quick or count != 50 or margin(count, epsilons[0])
     ]
     if not quick:
-        found = margin(100, 0.5)
-        held = None if found is None else found >= _T1["least_margin"]
-        checks.append(Check("the margin is at least 20 points at N = 100, ε = 0.5", held, _signed(found)))
+        least = _T1["least_margin"]
+        checks.append(above(f"the margin is at least {least:g} points at N = 100, ε = 0.5", margin(100, 0.5), least))
     gains = {
-        f"N = {count}, ε = {epsilon:g}": gain(count, epsilon, "nadp-exact", "nadp")
+        f"N = {count}, ε = {epsilon:g}": mean(gain(count, epsilon, "nadp-exact", "nadp"))
         for count in sizes
         for epsilon in epsilons
     }
     there = {name: gain for name, gain in gains.items() if gain is not None}
     claim = f"exact accounting is at least as accurate as the paper's (up to {_T1['chance']} points of chance)"
-    return [*checks, compared(claim, there, lambda gain: gain >= -_T1["chance"], form="{:+.1f}")]
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.1f}"
+    exact = compared(claim, there, lambda gain: gain >= -_T1["chance"], form="{:+.1f}")
+    return [*checks, replace(exact, ours=True)]
 
 
 def _proven_epsilons(results: Results, sizes: Sequence[int], epsilons: Sequence[float]) -> Iterator[str]:
@@ -328,17 +324,15 @@ def _fig3_report(results: Results, quick: bool) -> Report:
             ours = [numbers(results, sampled(clients, rate, one)) for one in ("fedavg", "ldp", "nadp")]
             noise = [mean_of(results, sampled(clients, rate, one), "noise") for one in ("ldp", "nadp")]
             gap = difference(ours[2], ours[1])
-            margins.append(mean(gap))
+            margins.append(gap)
             shares = [short(one, "{:.4f}") for one in noise]
             rows.append((str(clients), f"{rate:g}", *map(shown, ours), *shares, shown(gap, signed=True)))
         named = [f"q = {rate:g}" for rate in rates]
         checks.append(rising(f"NADP gains on LDP with the sampling rate at N = {clients}", margins, named))
-        first, last = margins[0], margins[-1]
         if clients == 20:
-            held = None if first is None else first < 0
-            checks.append(Check("LDP is ahead at N = 20, q = 0.1 (two clients)", held, _signed(first)))
+            checks.append(above("LDP is ahead at N = 20, q = 0.1 (two clients)", margins[0], below=True))
         claim = f"NADP is ahead at N = {clients}, q = 0.5, beyond q_same = √(2/N) = {math.sqrt(2.0 / clients):.2f}"
-        checks.append(Check(claim, None if last is None else last > 0, _signed(last)))
+        checks.append(above(claim, margins[-1]))
     notes = [*_F3.notes(), *([form["note"]] if quick else [])]
     return _F3.report(rows, checks, quick=quick, notes=notes)
 
@@ -403,44 +397,67 @@ def _fig4_report(results: Results, quick: bool) -> Report:
             where = "" if panel.usual else f"{size} size, N = {panel.clients}, ε = {panel.epsilon:g}: "
             made = _fig4_checks(results, panel, form["rates"])
             checks += [replace(one, claim=f"{where}{one.claim}") for one in made]
+    checks += _crossings(results, [one for one in panels(quick) if one.ran(results)], form["rates"])
     return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
 
 
 def _fig4_checks(results: Results, panel: Drops, rates: Sequence[float]) -> list[Check]:
-    ours = {label: [mean_of(results, panel.cell(rate, label)) for rate in rates] for label in _F4["schemes"]}
+    ours = {label: [numbers(results, panel.cell(rate, label)) for rate in rates] for label in _F4["schemes"]}
     named = [f"rate {rate:g}" for rate in rates]
-
-    def fall(label: str) -> float | None:
-        first, *_, last = ours[label]
-        return None if first is None or last is None else first - last
-
-    falls = {label: fall(label) for label in ours}
-    seen = ", ".join(f"{label}: {short(one, '{:+.1f}')}" for label, one in falls.items())
-    fedavg, ldp, weak, _ = falls.values()
-    ahead = [
-        None if one is None or other is None else one - other
-        for one, other in zip(ours["nadp-1.0"], ours["ldp"], strict=True)
-    ]
-    margins = ", ".join(f"{where}: {_signed(one)}" for where, one in zip(named, ahead, strict=True))
-    smooth = [
-        rising(f"{name}'s accuracy falls as more drop out", ours[label][::-1], named[::-1])
-        for label, name in (("ldp", "LDP"), ("nadp-1.0", "NADP"))
-    ]
+    falls = {label: difference(curve[0], curve[-1]) for label, curve in ours.items()}
+    ahead = [difference(one, other) for one, other in zip(ours["nadp-1.0"], ours["ldp"], strict=True)]
     dearer = {
-        where: one - other
+        where: gain
         for where, one, other in zip(named, ours["nadp-1.4"], ours["nadp-1.0"], strict=True)
+        if (gain := mean(difference(one, other))) is not None
+    }
+    most, chance = _F4["most"], _F4["chance"]
+    claim = f"a larger λ is no more accurate (up to {chance:g} point of chance)"
+    return [
+        trained({name: mean(one) for name, one in zip(named, ours["fedavg"], strict=True)}),
+        above(f"without DP, dropouts cost at most {most:g} points", falls["fedavg"], most, below=True),
+        *(
+            rising(f"{name}'s accuracy falls as more drop out", ours[label][::-1], named[::-1], signed=False)
+            for label, name in (("ldp", "LDP"), ("nadp-1.0", "NADP"))
+        ),
+        above("dropouts cost NADP more than LDP", difference(falls["nadp-1.0"], falls["ldp"])),
+        above("NADP is ahead of LDP where few drop out", ahead[0]),
+        above("NADP is behind LDP where half drop out", ahead[-1], below=True),
+        compared(claim, dearer, lambda gain: gain <= chance, form="{:+.1f}"),
+    ]
+
+
+def _crossings(results: Results, found: Sequence[Drops], rates: Sequence[float]) -> Iterator[Check]:
+    """The paper's claim of several numbers of clients: the more there are, the later LDP overtakes NADP."""
+    for whole, epsilon in sorted({(one.whole, one.epsilon) for one in found}):
+        places: dict[str, float] = {}
+        for panel in (one for one in found if (one.whole, one.epsilon) == (whole, epsilon)):
+            curves = (
+                {rate: mean_of(results, panel.cell(rate, label)) for rate in rates} for label in ("nadp-1.0", "ldp")
+            )
+            place = _crossing(*curves)
+            if place is not None:
+                places[f"N = {panel.clients}"] = place
+        size = "the paper's" if whole else "reduced"
+        claim = f"{size} size, ε = {epsilon:g}: LDP overtakes NADP at a higher dropout rate the more clients there are"
+        seen = ", ".join(f"{name}: {place:.2f}" for name, place in places.items())
+        held = None if len(places) < 2 else all(one < other for one, other in itertools.pairwise(places.values()))
+        yield Check(claim, held, seen)
+
+
+def _crossing(ours: Mapping[float, float | None], theirs: Mapping[float, float | None]) -> float | None:
+    """Where one curve falls below another, between two of their places; beyond the last where it does not."""
+    ahead = {
+        place: one - other
+        for (place, one), other in zip(ours.items(), theirs.values(), strict=True)
         if one is not None and other is not None
     }
-    claim = f"a larger λ is no more accurate (up to {_F4['chance']:g} point of chance)"
-    return [
-        trained(dict(zip(named, ours["fedavg"], strict=True))),
-        Check("without DP, dropouts cost at most 2 points", None if fedavg is None else fedavg <= 2, seen),
-        *smooth,
-        Check("dropouts cost NADP more than LDP", None if ldp is None or weak is None else weak > ldp, seen),
-        Check("NADP is ahead of LDP where few drop out", None if ahead[0] is None else ahead[0] > 0, margins),
-        Check("NADP is behind LDP where half drop out", None if ahead[-1] is None else ahead[-1] < 0, margins),
-        compared(claim, dearer, lambda gain: gain <= _F4["chance"], form="{:+.1f}"),
-    ]
+    if len(ahead) < len(ours):
+        return None
+    for (place, one), (later, other) in itertools.pairwise(ahead.items()):
+        if one > 0 >= other:
+            return place + (later - place) * one / (one - other)
+    return math.inf if ahead[max(ahead)] > 0 else 0.0
 
 
 # Table 4: DLG and iDLG under collusion. A cell records a run; its rows are what coalitions of different sizes see.
@@ -753,7 +770,7 @@ def _checks(rows: _Rows) -> Iterator[Check]:
     claim = f"once all others collude NADP is as LDP (MSE, NADP over LDP, within a factor of {_ALIKE:g})"
     alike = {f"{data} {attack}": over(ALL, LDP, data, attack) for data, attack in pairs}
     yield compared(claim, alike, lambda one: 1 / _ALIKE < one < _ALIKE)
-    yield _matches_ledger(rows)
+    yield replace(_matches_ledger(rows), ours=True)
     if not rows.quick:
         # With σ by the formula for one sample a client, as the paper describes it.
         claim = (

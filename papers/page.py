@@ -33,52 +33,68 @@ How to read it. The verdict is counted from figures, not chosen:
 - **holds**: the claims held, and no number here stands beside a printed one.
 - **refuted**, **refuted in part**: claims, or some of them, did not hold here. Networks, data and sizes often differ
   from the paper's; the entry's page says how.
-- **not decidable**: no claim could be judged, or what the claims stand on did not hold: an attack that does not work
-  without protection, a model that does not train.
+- **not decidable**: no claim could be judged, or all held while what they stand on did not: an attack that does not
+  work without protection, a model that does not train.
 
-"So far": other claims are open, since their cells were not run. "Small": the quick form, which shows directions only. A
-dash in the paper's column: it prints no such number. "cpu": two cores of an AMD EPYC. One seed, unless figures carry a
-±. How settings were chosen, and what was looked at before: [results](results/README.md).
+Claims are the paper's, judged by its own attacks and by attackers who know the scheme. What we claim besides stands on
+the entries' pages, marked as ours, and decides nothing here. Of two accuracies one is higher where the difference lies
+outside its 95 % interval over seeds; with one seed, where it is more than {POINTS:g} points. What lies closer is open.
+
+"So far": other claims are open, since their cells were not run or their seeds do not tell; which are next, those that
+decide a verdict first, is told by `fedveil reproduce plan --list --out docs/results`. "Small": the quick form, on other
+data, which shows directions only. A dash in the paper's column: it prints no such number. "cpu": two cores of an AMD
+EPYC. One seed, unless figures carry a ± (a standard error) or the command says otherwise. How settings were chosen, and
+what was looked at before: [results](results/README.md).
 """
-_CLAIMS: Mapping[str, tuple[str, Sequence[Entry], str]] = {
+_CLAIMS: Mapping[str, tuple[str, Sequence[Entry], str, str]] = {
     "nadp": (
         "NADP-FL",
         nadp.ENTRIES,
         "Noise that pairs of clients share covers every upload and annihilates in the sum, so that server and clients "
         "learn no more than (ε, δ) allows, at far less noise in the model than local differential privacy leaves.",
+        "",
     ),
     "mpdp": (
         "MP-DP",
         mpdp.ENTRIES,
         "A perturbed model down and distributed noise up keep the model from clients and gradients from the server, at "
         "the accuracy of central differential privacy and nearly FedAvg's cost.",
+        "",
     ),
     "lossless": (
         "Accuracy-lossless perturbation",
         lossless.ENTRIES,
         "Clients train a perturbed model from which they can infer neither members nor what classes look like, and the "
         "server recovers the true gradient: no accuracy is lost.",
+        "Its server is honest by assumption. Its Table I and Figure 3 are under PBPFL, whose data they share (`bank`, "
+        "`pbpfl-table2`).",
     ),
     "pbpfl": (
         "PBPFL",
         pbpfl.ENTRIES,
         "Under a perturbed model clients know neither its course nor its end, the server learns no raw data, and the "
         "error is that of plain federated learning.",
+        "What the server learns is in no table of the paper, and in our [audits](results/audits.md): with each upload "
+        "come statistics that give a batch of one away in closed form, as bare gradients do. So PBPFL hides no more "
+        "from it than plain averaging; the paper's extended scheme does (`veil-secagg`). That clients do not learn the "
+        "model's course does not hold against one that aligns two rounds ([alignment](results/alignment.md)).",
     ),
     "paraaegis": (
         "ParaAegis",
         paraaegis.ENTRIES,
         "Encrypting the share of an update that matters most, chosen by a vote, and noising the rest is a dial between "
         "accuracy and time at the same privacy.",
+        "",
     ),
     "veil_dp": (
         "FedVeil's own",
         veil_dp.ENTRIES,
         "A veil on the model and honest noise on clipped gradients prove what `nadp` proves, at its accuracy where the "
         "veil is an isometry. No paper: our own comparison.",
+        "",
     ),
 }
-"""By paper: its name, its entries, and its claim in a sentence."""
+"""By paper: its name, its entries, its claim in a sentence, and what of it tables do not tell."""
 
 
 def page(folder: Path) -> str:
@@ -86,13 +102,13 @@ def page(folder: Path) -> str:
     found = stored_results(folder)
     parts = [_INTRODUCTION, *_counted(found)]
     placed: set[str] = set()
-    for name, own, claim in _CLAIMS.values():
+    for name, own, claim, beside in _CLAIMS.values():
         names = {entry.name for entry in own}
         placed |= names
-        parts += _paper(name, claim, [one for one in found if one.entry.name in names], own)
+        parts += _paper(name, claim, beside, [one for one in found if one.entry.name in names], own)
     rest = [entry for entry in entries() if entry.name not in placed]
     if rest:
-        parts += _paper("Others", "", [one for one in found if one.entry in rest], rest)
+        parts += _paper("Others", "", "", [one for one in found if one.entry in rest], rest)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -104,18 +120,23 @@ def judge_again(folder: Path) -> None:
 
 
 def _counted(found: Sequence[Stored]) -> list[str]:
-    counts = Counter(one.report.word for one in found)
-    told = ", ".join(f"{counts[word]} {word}" for word in WORDS if word in counts)
+    words = sorted((one.report.standing for one in found), key=_rank)
+    told = ", ".join(f"{count} {word}" for word, count in Counter(words).items())
     return [f"{len(found)} stored runs of {len({one.entry.name for one in found})} entries: {told}.", ""]
 
 
-def _paper(name: str, claim: str, found: Sequence[Stored], own: Sequence[Entry]) -> list[str]:
+def _rank(standing: str) -> tuple[int, str]:
+    """The best words first, those that stand "so far" behind those that stand."""
+    return WORDS.index(standing.removeprefix("so far ")), standing
+
+
+def _paper(name: str, claim: str, beside: str, found: Sequence[Stored], own: Sequence[Entry]) -> list[str]:
     """A paper's claim, how its tables stand, and those of which nothing is stored."""
     lines = [f"## {name}", ""]
     if claim:
         lines += [f"**The claim.** {claim}", ""]
     if found:
-        lines += [f"**Here.** {_in_short(found)}", ""]
+        lines += [" ".join(filter(None, (f"**Here.** {_in_short(found)}", beside))), ""]
         lines += ["| " + " | ".join(line) + " |" for line in (_HEAD, ("---",) * len(_HEAD), *map(_row, found))]
         lines.append("")
         lines += [
@@ -161,12 +182,11 @@ def _figures(figures: Sequence[Figure]) -> tuple[str, str]:
 
 def _why(report: Report) -> str:
     """How many claims held; which did not, or which do; which numbers were missed; and how many claims are open."""
-    claims = [one for one in report.checks if not one.premise]
-    judged = [one for one in claims if one.held is not None]
+    judged = [one for one in report.claims if one.held is not None]
     told = [f"{sum(one.held is True for one in judged)} of {len(judged)} judged claims held"]
     reasons = list(report.reasons)
     held = [one.claim for one in judged if one.held]
-    if not any(one.held is False for one in report.checks) and held:
+    if len(held) == len(judged) and held:
         told[0] += f" ({', '.join(held[:_FAILED])}{' …' * (len(held) > _FAILED)})"
     more = len(reasons) - _FAILED - 1
     told += reasons if more <= 0 else [*reasons[:_FAILED], f"and {more} more", reasons[-1]]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from papers.cells import mean, standard_error
+from papers.cells import difference, mean, standard_error
 
 EMPTY = "–"
 _TRAINED = 30.0
@@ -24,18 +24,23 @@ class Check:
     """One claim of a paper: whether it held here (None: cells are missing), and what was seen.
 
     A `premise` is what a claim stands on, such as that an attack works without protection: where it holds, nothing of
-    the paper is reproduced yet.
+    the paper is reproduced yet. One of `ours` stands beside the paper's, of which it decides nothing.
     """
 
     claim: str
     held: bool | None
     seen: str = ""
     premise: bool = False
+    ours: bool = False
 
     @property
     def sign(self) -> str:
         """yes, no, or open."""
         return {True: "yes", False: "no", None: "open"}[self.held]
+
+    def __str__(self) -> str:
+        """The claim, marked where it is not the paper's."""
+        return f"ours: {self.claim}" if self.ours else self.claim
 
 
 @dataclass(frozen=True)
@@ -87,19 +92,24 @@ class Report:
         return tuple(one for one in self.figures if one.met is False)
 
     @property
+    def claims(self) -> tuple[Check, ...]:
+        """Those that decide the verdict: the paper's own, without what they stand on."""
+        return tuple(one for one in self.checks if not (one.premise or one.ours))
+
+    @property
     def word(self) -> str:
         """What the settled claims amount to: one of `WORDS`.
 
         Two curves that agree at another accuracy than the paper's hold what it claims of them and do not reproduce it:
-        that takes its numbers too. A claim that holds while what it stands on does not is worth nothing; one that does
-        not hold is refuted all the same.
+        that takes its numbers too. Where what they stand on does not hold, nothing follows from claims that all hold;
+        one that does not hold is refuted all the same.
         """
-        settled = [one.held for one in self.checks if one.held is not None and not one.premise]
+        settled = [one.held for one in self.claims if one.held is not None]
         unfounded = any(one.held is False for one in self.checks if one.premise)
         if not settled or (all(settled) and unfounded):
             return UNDECIDED
         if not all(settled):
-            return IN_PART if any(settled) and not unfounded else REFUTED
+            return IN_PART if any(settled) else REFUTED
         if self.missed:
             return ELSEWHERE
         return REPRODUCED if any(one.met for one in self.figures) else HOLDS
@@ -107,14 +117,14 @@ class Report:
     @property
     def standing(self) -> str:
         """The word, which is one "so far" where claims are open."""
-        waiting = any(one.held is None for one in self.checks)
+        waiting = any(one.held is None for one in self.claims)
         return f"so far {self.word}" if waiting and self.word != UNDECIDED else self.word
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the word is what it is; open claims are named, not counted."""
-        waiting = sum(one.held is None for one in self.checks)
-        failed = [one for one in self.checks if one.held is False]
+        waiting = sum(one.held is None for one in self.claims)
+        failed = [one for one in self.checks if one.held is False and not one.ours]
         told = [f"{'what it stands on ' * one.premise}did not hold: {one.claim}" for one in failed]
         if self.word == UNDECIDED and not failed:
             told.append("no claim can be judged by the cells there are")
@@ -122,7 +132,7 @@ class Report:
             told += [f"{one.what}: {one.ours}, printed {one.paper}" for one in self.missed]
         if self.word == HOLDS:
             told.append("no number here stands beside a printed one")
-        return (*told, *((f"{waiting} of {len(self.checks)} claims are open",) if waiting else ()))
+        return (*told, *((f"{waiting} of {len(self.claims)} claims are open",) if waiting else ()))
 
     @property
     def verdict(self) -> str:
@@ -139,13 +149,13 @@ class Report:
             "verdict": self.verdict,
             "quick": self.quick,
             "figures": [{"what": one.what, "paper": one.paper, "ours": one.ours} for one in self.figures],
-            "claims": [{"claim": one.claim, "held": one.sign, "seen": one.seen} for one in self.checks],
+            "claims": [{"claim": str(one), "held": one.sign, "seen": one.seen} for one in self.checks],
         }
 
     def text(self) -> str:
         """As plain text."""
         lines = [self.title, "", *_aligned([self.columns, *self.rows]), ""]
-        lines += [f"[{one.sign:>4}] {one.claim}" + (f" ({one.seen})" if one.seen else "") for one in self.checks]
+        lines += [f"[{one.sign:>4}] {one}" + (f" ({one.seen})" if one.seen else "") for one in self.checks]
         lines += [f"{one.what}: paper {one.paper}, here {one.ours}" for one in self.figures]
         return "\n".join([*lines, f"verdict: {self.verdict}", *(f"note: {note}" for note in self.notes)])
 
@@ -156,7 +166,7 @@ class Report:
             "| " + " | ".join("---" for _ in self.columns) + " |",
             *("| " + " | ".join(row) + " |" for row in self.rows),
         ]
-        checks = [f"| {one.claim} | {one.sign} | {one.seen} |" for one in self.checks]
+        checks = [f"| {one} | {one.sign} | {one.seen} |" for one in self.checks]
         judged = ["| claim | held | seen |", "| --- | --- | --- |", *checks, ""] if checks else []
         notes = [f"- {note}" for note in self.notes]
         return "\n".join([f"# {self.title}", "", *table, "", *judged, f"**Verdict: {self.verdict}.**", "", *notes, ""])
@@ -168,13 +178,13 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
-def shown(values: Mapping[int, float], *, signed: bool = False) -> str:
+def shown(values: Mapping[int, float], *, signed: bool = False, digits: int = 1) -> str:
     """mean ± standard error, or a dash."""
     centre, error = mean(values), standard_error(values)
     if centre is None:
         return EMPTY
-    text = f"{centre:+.1f}" if signed else f"{centre:.1f}"
-    return text if error is None else f"{text} ± {error:.1f}"
+    text = f"{centre:{'+' if signed else ''}.{digits}f}"
+    return text if error is None else f"{text} ± {error:.{digits}f}"
 
 
 def paper(value: float | None) -> str:
@@ -190,13 +200,59 @@ def trained(found: Mapping[str, float | None]) -> Check:
     return Check(f"without DP the model trains (at least {_TRAINED:g} %)", held, seen, premise=True)
 
 
-def rising(claim: str, values: Sequence[float | None], names: Sequence[str]) -> Check:
-    """Whether the numbers grow from the first to the last; open where fewer than two are there."""
-    there = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    seen = ", ".join(f"{name}: {value:+.1f}" for name, value in there)
+_CONFIDENCE = 0.95
+
+
+def decided(values: Mapping[int, float], bound: float = 0.0, *, leeway: float | None = None) -> bool | None:
+    """Whether a figure, by seed, lies above a bound; None where the seeds cannot tell.
+
+    The mean has to lie outside its 95 % interval around the bound (Student's t over seeds); one seed does not tell what
+    it varies by, and has to be `POINTS` away. Where figures are no accuracies, `leeway` takes the interval's place.
+    """
+    from scipy.stats import t
+
+    centre, error = mean(values), standard_error(values)
+    if centre is None:
+        return None
+    if leeway is None:
+        leeway = POINTS if error is None else error * float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
+    return None if abs(centre - bound) <= leeway else centre > bound
+
+
+def above(claim: str, values: Mapping[int, float], bound: float = 0.0, *, below: bool = False) -> Check:
+    """Whether a figure lies above a bound, or below it; open where its seeds cannot tell."""
+    found = decided(values, bound)
+    seen = shown(values, signed=True) if values else "not run"
+    if values and found is None:
+        seen += f", {len(values)} seed{'s' * (len(values) != 1)}: too near to {bound:+g} to tell"
+    return Check(claim, None if found is None else found != below, seen)
+
+
+def rising(
+    claim: str,
+    values: Sequence[Mapping[int, float]],
+    names: Sequence[str],
+    *,
+    unit: str = "",
+    signed: bool = True,
+    leeway: float | None = None,
+) -> Check:
+    """Whether figures, each by seed, grow from the first to the last, and no step of theirs goes down.
+
+    Steps down are named. What the seeds cannot tell (`decided`) decides nothing; fewer than two figures leave it open.
+    """
+    there = [(name, one) for name, one in zip(names, values, strict=True) if one]
+    seen = ", ".join(f"{name}: {shown(one, signed=signed)}{unit}" for name, one in there)
     if len(there) < 2:
         return Check(claim, None, seen)
-    return Check(claim, all(one[1] < other[1] for one, other in itertools.pairwise(there)), seen)
+    down = [
+        f"{a} → {b} ({shown(difference(other, one), signed=True)}{unit})"
+        for (a, one), (b, other) in itertools.pairwise(there)
+        if decided(difference(other, one), leeway=leeway) is False
+    ]
+    if down:
+        return Check(claim, False, f"{seen}; not from {', '.join(down)}")
+    return Check(claim, decided(difference(there[-1][1], there[0][1]), leeway=leeway), seen)
 
 
 def short(value: float | None, form: str = "{:.3g}") -> str:

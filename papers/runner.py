@@ -11,14 +11,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedveil.compare.grid import cores, run_grid
-from fedveil.errors import ConfigError, FedVeilError, unknown_name
+from fedveil.compare.grid import run_grid
+from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
+from fedveil.processes import usable_cores
 from fedveil.runs.folder import write_atomically
 from papers import lossless, mpdp, nadp, paraaegis, pbpfl, veil_dp
 from papers.cells import Cell, Figures, Results, Store, chosen
@@ -84,106 +85,161 @@ class Options:
     tick: Callable[[Tick], None] = lambda tick: None
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A cell of an entry under one seed."""
+
+    entry: Entry
+    cell: Cell
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What it is called among those of its entry."""
+        return f"{self.cell.name} seed {self.seed}" if self.entry.random else self.cell.name
+
+
+def runs_of(entry: Entry, cells: Iterable[Cell], *, seeds: int) -> list[Run]:
+    """Every cell under the seeds 1 … N, or under one where nothing is random."""
+    return [Run(entry, cell, seed) for cell in cells for seed in range(1, seeds + 1 if entry.random else 2)]
+
+
+def check(options: Options) -> None:
+    """Whether there is such a device and such a folder of data: no cell could be run otherwise."""
+    Stage(device=options.device)
+    if options.data is not None and not Path(options.data).expanduser().is_dir():
+        raise DataError(f"--data {options.data} is no folder: name the one that holds the data sets' folders.")
+
+
 def reproduce(name: str, options: Options | None = None) -> Report:
     """Run an entry's cells that `out` does not hold yet; writes OUT/NAME.json, .md and .png; returns the report.
 
     Cells that cannot be run end no other; the first reason is raised when all are through.
     """
-    entry, options = find(name), options or Options()
-    if options.seeds < 1:
-        raise ConfigError(f"seeds must be at least 1 (got {options.seeds}).")
-    if options.jobs < 0:
-        raise ConfigError(f"jobs must be at least 0 (got {options.jobs}).")
-    if options.quick and not entry.has_quick:
-        raise ConfigError(f"{name} has no quick form: it takes {entry.takes} as it is.")
-    store = _store(entry, Path(options.out), quick=options.quick)
-    cells = chosen(entry.cells(options.quick), options.only, full=options.full)
-    failed = _Grid(entry, options, store).run(cells)
-    report = entry.report(store.results(), options.quick)
-    if store.path.exists():
-        store.conclude(report.as_data())
-        write_atomically(store.path.with_suffix(".md"), report.markdown())
-        if entry.draw is not None:
-            entry.draw(store.results(), options.quick, store.path.with_suffix(".png"))
+    report, failed = attempt(name, options)
     if failed:
         raise failed
     return report
 
 
-def _store(entry: Entry, folder: Path, *, quick: bool) -> Store:
+def attempt(name: str, options: Options | None = None) -> tuple[Report, FedVeilError | None]:
+    """As `reproduce`; what the cells there are amount to, and the first reason why others could not be run."""
+    entry, options = find(name), options or Options()
+    check(options)
+    if options.seeds < 1:
+        raise ConfigError(f"seeds must be at least 1 (got {options.seeds}).")
+    if options.quick and not entry.has_quick:
+        raise ConfigError(f"{name} has no quick form: it takes {entry.takes} as it is.")
+    store = open_store(entry, Path(options.out), quick=options.quick)
+    cells = chosen(entry.cells(options.quick), options.only, full=options.full)
+    runs = runs_of(entry, cells, seeds=options.seeds)
+    waiting = [run for run in runs if not store.has(run.cell, run.seed)]
+    grid = Grid(options, {entry.name: store}, done=len(runs) - len(waiting), total=len(runs))
+    if grid.done:
+        options.say(f"{grid.done} of {grid.total} cells are in {store.path} already")
+    failed = first_failure(grid.run(waiting))
+    return conclude(entry, store, quick=options.quick), failed
+
+
+def open_store(entry: Entry, folder: Path, *, quick: bool) -> Store:
+    """The file of an entry's figures in one form."""
     label = f"{entry.name}-quick" if quick else entry.name
     return Store(folder / f"{label}.json", entry=label)
 
 
-class _Grid:
-    """The cells of one entry that are missing, and what comes of them."""
+def conclude(entry: Entry, store: Store, *, quick: bool) -> Report:
+    """Judge what is there, and write table, verdict and picture beside the figures."""
+    report = entry.report(store.results(), quick)
+    if store.path.exists():
+        store.conclude(report.as_data())
+        write_atomically(store.path.with_suffix(".md"), report.markdown())
+        if entry.draw is not None:
+            entry.draw(store.results(), quick, store.path.with_suffix(".png"))
+    return report
 
-    def __init__(self, entry: Entry, options: Options, store: Store) -> None:
-        self.entry, self.options, self.store = entry, options, store
-        self.total = self.done = 0
-        self.started: dict[str, float] = {}
-        self.failures: list[tuple[str, int, str]] = []
 
-    def run(self, cells: Iterable[Cell]) -> FedVeilError | None:
-        """Run what is missing; gives back why some could not be run."""
-        options = self.options
-        seeds = range(1, options.seeds + 1 if self.entry.random else 2)
-        runs = [(cell, seed) for cell in cells for seed in seeds]
-        waiting = [(cell, seed) for cell, seed in runs if not self.store.has(cell, seed)]
-        self.total, self.done = len(runs), len(runs) - len(waiting)
-        if self.done:
-            options.say(f"{self.done} of {self.total} cells are in {self.store.path} already")
+@dataclass(frozen=True)
+class Failure:
+    """A run that came to nothing."""
+
+    run: Run
+    code: int
+    reason: str
+
+
+class Grid:
+    """Runs of entries, each kept in its entry's store as soon as it is there; `took` is told how long one took."""
+
+    def __init__(
+        self,
+        options: Options,
+        stores: Mapping[str, Store],
+        *,
+        done: int = 0,
+        total: int,
+        took: Callable[[Run, float], None] = lambda run, seconds: None,
+    ) -> None:
+        if options.jobs < 0:
+            raise ConfigError(f"jobs must be at least 0 (got {options.jobs}).")
+        self.options, self.stores, self.took = options, stores, took
+        self.done, self.total = done, total
+        self.started: dict[Run, float] = {}
+        self.failures: list[Failure] = []
+
+    def run(self, waiting: Iterable[Run]) -> list[Failure]:
+        """Run them, the next one when there is a place for it; gives back what could not be run."""
+        jobs = self.options.jobs
         run_grid(
             waiting,
             work="papers.runner:run_cell",
             job_of=self._job,
             take=self._take,
-            jobs=options.jobs or None,
-            threads=None if options.jobs == 1 else max(1, cores() // max(1, options.jobs)),
+            jobs=jobs or None,
+            threads=None if jobs == 1 else max(1, usable_cores() // max(1, jobs)),
             path=[Path(__file__).parents[1]],
         )
-        return self._failure()
+        return self.failures
 
-    def _job(self, run: tuple[Cell, int]) -> dict[str, Any]:
-        cell, seed = run
+    def _job(self, run: Run) -> dict[str, Any]:
         folder = self.options.data or os.environ.get(DATA_VARIABLE)
         return {
-            "entry": self.entry.name,
+            "entry": run.entry.name,
             "quick": self.options.quick,
-            "cell": cell.name,
-            "seed": seed,
+            "cell": run.cell.name,
+            "seed": run.seed,
             "device": self.options.device,
             "data": None if folder is None else str(folder),
         }
 
-    def _take(self, run: tuple[Cell, int], report: Mapping[str, Any]) -> None:
-        cell, seed = run
-        name = f"{cell.name} seed {seed}" if self.entry.random else cell.name
+    def _take(self, run: Run, report: Mapping[str, Any]) -> None:
+        name = run.name if len(self.stores) == 1 else f"{run.entry.name} {run.name}"
         now = Tick(name, self.done, self.total)
         if report["kind"] == "start":
-            self.started[name] = time.perf_counter()
+            self.started[run] = time.monotonic()
             self.options.tick(now)
         elif report["kind"] == "round":
             self.options.tick(replace(now, round=report["round"], rounds=report["rounds"]))
         elif report["kind"] == "failed":
-            self.failures.append((name, report["code"], report["reason"]))
+            self.failures.append(Failure(run, report["code"], report["reason"]))
             self.options.say(f"{name}: could not be run")
         else:
             figures: Figures = report["figures"]
-            self.store.keep(cell, seed, figures)
+            self.stores[run.entry.name].keep(run.cell, run.seed, figures)
             self.done += 1
-            took = time.perf_counter() - self.started[name]
+            took = time.monotonic() - self.started[run]
+            self.took(run, took)
             self.options.say(f"[{self.done}/{self.total}] {name}: {_in_short(figures)} ({took:.1f} s)")
             self.options.tick(Tick(name, self.done, self.total))
 
-    def _failure(self) -> FedVeilError | None:
-        if not self.failures:
-            return None
-        name, code, reason = self.failures[0]
-        others = len(self.failures) - 1
-        more = f" ({name}; {others} other cells could not be run either)" if others else f" ({name})"
-        kinds = {kind.exit_code: kind for kind in FedVeilError.__subclasses__()}
-        return kinds.get(code, FedVeilError)(reason + more)
+
+def first_failure(failures: Sequence[Failure]) -> FedVeilError | None:
+    """The first reason why runs came to nothing, and of how many others."""
+    if not failures:
+        return None
+    first, others = failures[0], len(failures) - 1
+    more = f" ({first.run.name}; {others} other cells could not be run either)" if others else f" ({first.run.name})"
+    kinds = {kind.exit_code: kind for kind in FedVeilError.__subclasses__()}
+    return kinds.get(first.code, FedVeilError)(first.reason + more)
 
 
 def run_cell(job: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -256,7 +312,8 @@ def reproduce_all(
         started = time.perf_counter()
         report, failed = None, ""
         try:
-            report = reproduce(entry.name, replace(options, quick=options.quick and entry.has_quick))
+            report, reason = attempt(entry.name, replace(options, quick=options.quick and entry.has_quick))
+            failed = "" if reason is None else str(reason)
         except FedVeilError as reason:
             failed = str(reason)
         except Exception as reason:  # a defect in one entry must not cost the others
@@ -281,11 +338,13 @@ class Stored:
     machine: str
     noted: str
     cells: str
+    seeds: int
 
     @property
     def command(self) -> str:
         """What shows the figures again."""
         words = ["fedveil reproduce", self.entry.name, "--quick" if self.quick else ""]
+        words += [f"--seeds {self.seeds}"] if self.seeds > 1 else []
         on_gpu = any(name in self.machine.lower() for name in GRAPHICS)
         return " ".join(filter(None, [*words, "--device cuda" if on_gpu else ""]))
 
@@ -302,13 +361,14 @@ def stored_results(folder: Path) -> list[Stored]:
 
 def stored_result(folder: Path, entry: Entry, *, quick: bool) -> Stored | None:
     """An entry's figures in one form, if the folder holds them."""
-    store = _store(entry, folder, quick=quick)
+    store = open_store(entry, folder, quick=quick)
     if not store.path.exists():
         return None
     results = store.results()
     usual = [cell.name for cell in entry.cells(quick) if cell.usual]
     there = f"{sum(name in results for name in usual)} of {len(usual)} cells"
-    return Stored(entry, quick, entry.report(results, quick), store.path, _machine(results), store.noted, there)
+    seeds = max(map(len, results.values()), default=1)
+    return Stored(entry, quick, entry.report(results, quick), store.path, _machine(results), store.noted, there, seeds)
 
 
 def _machine(results: Results) -> str:

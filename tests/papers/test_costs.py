@@ -174,11 +174,11 @@ def test_costs_of_a_slice_are_scaled_to_the_network_and_keys_are_not() -> None:
     assert float(row["an epoch here"]) == pytest.approx(35.54 * 50000 / (5 * 256), rel=0.01)
     held = {one.claim: one.held for one in report.checks}
     assert held["cifar10, K = 5: PILE's round takes at least ten times MP-DP's"] is True
-    assert held["cifar10, K = 5: MP-DP's round takes at most 1.6 times FedAvg's, as printed"] is True
+    assert held["cifar10, K = 5: MP-DP's round takes at most 1.60 times FedAvg's, as printed"] is True
     slower = printed_costs()
     slower["cifar10/k5/mpdp"][1]["noise"] = 1.0
     held = {one.claim: one.held for one in find("mpdp-table5").report(slower, False).checks}
-    assert held["cifar10, K = 5: MP-DP's round takes at most 1.6 times FedAvg's, as printed"] is False
+    assert held["cifar10, K = 5: MP-DP's round takes at most 1.60 times FedAvg's, as printed"] is False
 
 
 def test_the_time_to_a_target_is_that_of_the_rounds_it_takes() -> None:

@@ -60,9 +60,7 @@ def run_of(scheme: str) -> Figures:
         patched.setitem(TABLE["schemes"]["mpdp"], "neighbours", 2)
         found = {one.name: one for one in ENTRY.cells(True)}
         stage = Stage(quick=True)
-        return {
-            scheme: ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None) for scheme in ("mpdp", "veil-secagg")
-        }
+        return ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None)
 
 
 def numbers(figures: Figures, name: str) -> list[float]:
@@ -217,8 +215,15 @@ def test_table_3_puts_accuracy_time_pictures_and_members_beside_the_papers() -> 
     assert row[4] == "49.28 / –"
     assert row[5].startswith("9.81 / 21.0 [20.0, 22.0]")
     assert row[6] == "50.18 / 70.0 [65.0, 75.0]"
-    nearest = next(one for one in report.checks if one.claim.startswith("ham10000, K = 5: of all"))
-    assert nearest.held is True
-    results["ham10000/k5/members/pile"][1]["accuracy"] = 59.9
-    assert next(one for one in entry.report(results, False).checks if one.claim == nearest.claim).held is False
+    claim = "ham10000, K = 5: MP-DP's accuracy is within 2 points of FedAvg's"
+
+    def close(accuracy: float, *, seeds: int) -> bool | None:
+        for label, one in (("fedavg", 60.0), ("mpdp", accuracy)):
+            results[f"ham10000/k5/members/{label}"] = {seed: {"accuracy": one} for seed in range(1, seeds + 1)}
+        return next(one.held for one in entry.report(results, False).checks if one.claim == claim)
+
+    assert close(59.5, seeds=1) is None  # one seed does not tell it from a loss of 2.5
+    assert close(59.5, seeds=3) is True
+    assert close(62.0, seeds=1) is True
+    assert close(55.0, seeds=1) is False
     assert {one.name.split("/")[0] for one in entry.cells(False) if not one.usual} == {"breakhis"}
