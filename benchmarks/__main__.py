@@ -7,7 +7,7 @@ import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,11 +75,15 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def alone(
-    rows_of: Callable[[torch.device, int], list[Row]], about: str | None, *, device: str = "cpu", repeats: int
+    rows_of: Callable[[torch.device, int], list[Row]],
+    about: str | None,
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    repeats: int,
 ) -> int:
-    """The table of one benchmark, with its own defaults of what it runs on and how often; the exit code."""
+    """The table of one benchmark, with its own defaults of what it runs on (the first) and how often; the exit code."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
+    parser.add_argument("--device", default=devices[0], choices=devices)
     parser.add_argument("--repeats", type=int, default=repeats)
     options = parser.parse_args()
     torch.set_num_threads(1)

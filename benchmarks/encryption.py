@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
-import torch
 
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil.crypto import ciphertexts, ckks
+from fedveil.processes import usable_cores
 
 VALUES = 1_000_000
 ADDENDS = 10
@@ -61,7 +60,7 @@ class Sealed:
 def encryption(*, repeats: int) -> list[Row]:
     """One core against TenSEAL, two processes against one, bytes."""
     sealed = Sealed.of(VALUES)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     candidates: dict[str, Callable[[], object]] = {
         "directly": sealed.directly,
         "encrypt": _with(1, sealed.encrypt),
@@ -132,15 +131,9 @@ def _silent() -> Iterator[None]:
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = encryption(repeats=options.repeats)
-    show(f"cpu, torch {torch.__version__}, 1 thread, best of {options.repeats} repetitions", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    return alone(lambda device, repeats: encryption(repeats=repeats), __doc__, devices=("cpu",), repeats=9)
 
 
 if __name__ == "__main__":

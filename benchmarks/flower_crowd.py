@@ -24,13 +24,14 @@ from typing import Any
 from benchmarks.flower_memory import available
 from benchmarks.flower_rounds import COMMON
 from benchmarks.flower_store import Measured, Store
+from benchmarks.timing import peak_bytes
 
 _HEAVIEST = 40
 _PER_CLIENT = 14 << 20
 
 
 def crowds(store: Store, sizes: Sequence[int]) -> None:
-    """Every size as it is, and the largest under a profiler as well (whose seconds only show the shares)."""
+    """Every size as it is, and a middle one under a profiler as well (whose seconds only show the shares)."""
     for clients in sizes:
         # A thousand uploads under one secret γ per output fill ten GiB: with one γ they are a quarter as long.
         for groups in (None, 1):
@@ -39,8 +40,8 @@ def crowds(store: Store, sizes: Sequence[int]) -> None:
                 continue
             name = f"crowd/{clients}" if groups is None else f"crowd-m{groups}/{clients}"
             store.measure(name, lambda clients=clients, groups=groups: _in_a_process(clients, groups=groups))
-    largest = max(sizes)
-    store.measure(f"profile/{largest}", lambda: _in_a_process(largest, groups=1, profiled=True))
+    middle = sorted(sizes)[len(sizes) // 2]
+    store.measure(f"profile/{middle}", lambda: _in_a_process(middle, groups=1, profiled=True))
 
 
 def _in_a_process(clients: int, *, groups: int | None, profiled: bool = False) -> Measured:
@@ -96,7 +97,7 @@ def crowd(clients: int, *, groups: int | None, profiled: bool) -> Measured:
         "before the first phase": starts[0],
         "phases": phases,
     }
-    found |= {"resident before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    found |= {"resident before": before, "peak": peak_bytes()}
     return {**found, "heaviest": _heaviest(profile)} if profiled else found
 
 

@@ -54,10 +54,8 @@ def _title(store: Store) -> Iterator[str]:
     loads = [one for found in store.named("").values() for one in found.get("load", ())]
     if loads:
         yield (
-            f"\n**Other work ran on the machine.** The load average beside the measurements, which counts their own "
-            f"processes too, was {min(loads):.1f} to {max(loads):.1f} (median {statistics.median(loads):.1f}): seconds "
-            "are larger than on a quiet machine, and ratios of seconds are rough. Processor time, where it is given, "
-            "depends on the load much less."
+            f"\nThe load average beside the measurements, which counts their own processes too, was "
+            f"{min(loads):.1f} to {max(loads):.1f} (median {statistics.median(loads):.1f})."
         )
     for note in (store.get("notes") or {}).get("texts", ()):
         yield f"\n{note}"
@@ -394,7 +392,7 @@ def _crowd(store: Store) -> Iterator[str]:
             yield f"\n{clients} clients with m = {groups} were left out: {found['skipped']}."
     for name, found in store.named("profile/").items():
         whole = f"cProfile, whose own cost is in it; {found['total']:.0f} s in all"
-        yield f"\nWhere the time goes with {name} clients, m = {found.get('groups', 10)} ({whole}):\n"
+        yield f"\nWhere the time goes with {name} clients, m = 1 ({whole}):\n"
         top = [one for one in found["heaviest"] if one["own"] > 0.01 * found["total"]]
         rows = [
             [f"`{one['where']}`", f"{one['calls']:,}", f"{one['own']:.1f}", f"{one['within']:.1f}"]

@@ -95,7 +95,9 @@ def _flops(architecture: Architecture, sent: Broadcast, data: ClientData) -> int
 def main() -> int:
     from benchmarks.__main__ import alone
 
-    return alone(lambda device, repeats: gpu_clipping(device, repeats=repeats), __doc__, device="cuda", repeats=7)
+    return alone(
+        lambda device, repeats: gpu_clipping(device, repeats=repeats), __doc__, devices=("cuda", "cpu"), repeats=7
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -245,15 +244,9 @@ def _clocks() -> Iterator[dict[str, float]]:
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = hiding(repeats=options.repeats)
-    show("hiding", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    return alone(lambda device, repeats: hiding(repeats=repeats), __doc__, devices=("cpu",), repeats=15)
 
 
 if __name__ == "__main__":

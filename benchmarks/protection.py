@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -241,15 +240,9 @@ class _Round:
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = protection(repeats=options.repeats)
-    show(f"cpu, torch {torch.__version__}, 1 thread, {options.repeats} repetitions", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    return alone(lambda device, repeats: protection(repeats=repeats), __doc__, devices=("cpu",), repeats=9)
 
 
 if __name__ == "__main__":

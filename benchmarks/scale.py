@@ -29,9 +29,10 @@ _FIXED: dict[str, dict[str, Any]] = {
 _DROPOUT = 0.02
 
 _CHILD = """
-import json, resource, sys, time
+import json, sys, time
 import torch
 import fedveil
+from benchmarks.timing import peak_bytes
 
 scheme, clients, width, settings = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -49,13 +50,10 @@ def enough(row):
         raise SystemExit(row["failed"])
     raise fedveil.StopTraining("one round is enough")
 
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
 train(16, **{name: value for name, value in settings.items() if name not in ("neighbours", "simulate_dropout")})
-least, begun = peak(), time.process_time()
+least, begun = peak_bytes(), time.process_time()
 train(clients, **settings)
-print(json.dumps([time.process_time() - begun, peak() - least]))
+print(json.dumps([time.process_time() - begun, peak_bytes() - least]))
 """
 
 

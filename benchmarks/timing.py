@@ -6,8 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    # VmHWM, not ru_maxrss, which begins with what the process that started this one has taken.
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
 @dataclass(frozen=True)

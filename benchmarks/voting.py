@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.rows import Row
-from benchmarks.timing import Ratio, Timed
+from benchmarks.timing import Ratio, Timed, peak_bytes
 from fedveil.uplink import vote
 from fedveil.uplink import vote as ratio
 
@@ -115,28 +115,19 @@ def election() -> Cost:
     common = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
     update = torch.zeros(PARAMETERS)
     vote.tags(torch.arange(1), key=KEY, label=LABEL)  # loads the cipher
-    before = _peak_megabytes()
+    before = peak_bytes()
     tally = vote.Tally(most=count, winners=count)
     for client in range(CLIENTS):
         update.normal_(generator=torch.Generator().manual_seed(1 + client)).add_(common)
         indices = timed("choosing", partial(vote.choice, update, count, "max"))
         made = timed("tagging", partial(vote.tags, indices, key=KEY, label=LABEL))
         if client == 0:
-            cost.client_megabytes = _peak_megabytes() - before
+            cost.client_megabytes = (peak_bytes() - before) / 1e6
         timed("counting", partial(tally.add, made))
     result = timed("counting", tally.result)
     timed("opening", partial(vote.indices_of, result, key=KEY, label=LABEL, size=PARAMETERS, winners=count))
-    cost.all_megabytes = _peak_megabytes() - before
+    cost.all_megabytes = (peak_bytes() - before) / 1e6
     return cost
-
-
-def _peak_megabytes() -> float:
-    """The most memory this process has held; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0.0
-    # VmHWM, not ru_maxrss: the latter starts at the parent's peak.
-    return next(int(line.split()[1]) * 1.024e-3 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def main() -> int:

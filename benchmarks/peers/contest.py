@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,16 +180,18 @@ class Player:
         try:
             return json.loads(line)[what]
         except (ValueError, KeyError, TypeError):
-            self._log.seek(0)
             told = f"told {line.strip()!r}" if line else "told nothing" if ready else f"was silent for {_SECONDS} s"
-            raise RuntimeError(
-                f"{self.candidate.name} {told} instead of its {what}. Its log ends:\n{self._log.read()[-2000:]}"
-            ) from None
+            raise self._failure(f"{told} instead of its {what}") from None
+
+    def _failure(self, how: str) -> RuntimeError:
+        self._log.seek(0)
+        return RuntimeError(f"{self.candidate.name} {how}. Its log ends:\n{self._log.read()[-2000:]}")
 
     def close(self) -> None:
         """End it, if it has not ended."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -199,8 +201,11 @@ class Player:
 
     def _say(self, rounds: int) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{rounds}\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(f"{rounds}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("has ended") from None
 
 
 def measured(turns: int, *, only: Sequence[str] = (), data: Path | None = None) -> tuple[list[Cell], list[str]]:
