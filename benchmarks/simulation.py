@@ -1,10 +1,10 @@
 """Rounds of the local engine against the same rounds written as a plain PyTorch loop, on this machine's CPU.
 
-Three settings: the public anchor LR_MNIST (1,000 clients, 10 a round, batches of 10, a local epoch), one gradient each
-of 100 clients with a CNN, and one each of 10 clients with a ResNet-20 (GroupNorm). Both sides take the same batches
-and end in the same model, which is checked; rounds take turns. Then the same rounds by two workers against one, a run
-after the other, which must end in the same bits, beside what two runs that share nothing get of the two cores.
-`python -m benchmarks.simulation` shows these alone.
+Four settings: the public anchor LR_MNIST (1,000 clients, 10 a round, batches of 10, a local epoch), one gradient each
+of 100 clients with a CNN, of 4 that have many samples, and of 10 with a ResNet-20 (GroupNorm). Both sides take the
+same batches and end in the same model, which is checked; rounds take turns. Then the same rounds by two workers against
+one, a run after the other, which must end in the same bits, beside what two runs that share nothing get of the two
+cores. `python -m benchmarks.simulation` shows these alone.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ class Setting:
 
 
 _WORKLOADS = {workload.name: workload for workload in WORKLOADS}
+_LARGE = Workload("large", "CNN, 4 × 1,500, one gradient", "cnn", (1, 28, 28), 4, 4, 1500, 1500, 0.1)
 SETTINGS = (
     Setting(_WORKLOADS["lr-mnist"], 1.15, {"local_epochs": 1}),
     Setting(_WORKLOADS["cnn"], 1.0),
+    Setting(_LARGE, 0.75),
     Setting(_WORKLOADS["resnet20"], 1.05, {"bn_eps": "public"}),
 )
 

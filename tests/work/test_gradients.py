@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink import Architecture, Broadcast, HeadNoise, Rescaling, draw
+from fedveil.downlink.plain import Unveiled
 from fedveil.errors import NumericError
+from fedveil.models import build
+from fedveil.models.building import OptionValue
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, SquareLoss, Workspace
 
@@ -154,3 +158,96 @@ def test_a_client_whose_numbers_are_not_finite_is_named(groups: int) -> None:
     assert torch.allclose(found[0], healthy, rtol=0, atol=1e-10 * float(healthy.abs().max()))
     with pytest.raises(NumericError, match="client 1 "):
         work.run(workspace, sent, data[1], round=7)
+
+
+class Centred(nn.Module):
+    """What every sample gets depends on its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def pictures(between: nn.Module) -> nn.Module:
+    layers = (nn.Conv2d(1, 3, 3, padding=1), between, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(48, 3))
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize(
+    ("between", "apart"),
+    [
+        (nn.Identity, True),
+        (lambda: nn.GroupNorm(1, 3), True),
+        (lambda: nn.BatchNorm2d(3).eval(), True),
+        (lambda: nn.BatchNorm2d(3), False),
+        (Centred, False),
+        (lambda: nn.Sequential(nn.Dropout(), nn.Dropout()), False),
+    ],
+    ids=["plain", "group norm", "frozen batch norm", "batch norm", "centred", "dropout"],
+)
+def test_a_large_batch_is_taken_in_parts_where_they_give_the_same(
+    between: Callable[[], nn.Module], apart: bool, groups: int
+) -> None:
+    if groups and between is Centred:
+        pytest.skip("no veil fits it")
+    torch.manual_seed(0)
+    x = torch.randn(300, 1, 8, 8, dtype=torch.float64)
+    data = ClientData(0, x, torch.randint(0, 3, (300,)))
+    if groups:
+        architecture, sent, tensors = setting(pictures(between()), groups=groups, example=x[:2])
+    else:
+        architecture, weights = draw(pictures(between()), x[:2], traced=False)
+        sent, tensors = Unveiled(architecture, weights).broadcast(), 1
+    work = Gradients(SquareLoss(), Batches(0, 0))
+    layout = work.layout(architecture, tensors=tensors)
+    usual, parted, whole = (Workspace(architecture, layout) for _ in range(3))
+    assert (usual.at_once is not None) is apart
+    parted.at_once, whole.at_once = 70, None
+    ours, in_parts, at_once = (work.run(one, sent, data, round=0) for one in (usual, parted, whole))
+    assert torch.equal(ours, at_once), "a batch of 300 such small pictures is taken at once"
+    difference = float((in_parts - at_once).abs().max() / at_once.abs().max())
+    assert (difference < 1e-13) is apart, "what is not taken in parts is another function of them"
+    assert torch.equal(in_parts, at_once) is False
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_taken_at_once() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, 1, 8, 8, dtype=torch.float64)
+    data = ClientData(0, x, torch.randint(0, 3, (300,)))
+    architecture, weights = draw(pictures(nn.Identity()), x[:2], traced=False)
+    sent = Unveiled(architecture, weights).broadcast()
+
+    class Largest(CrossEntropy):
+        separable = False
+
+        def mean(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output, target, reduction="none").max()
+
+    results = []
+    for most in (70, None):
+        work = Gradients(Largest(), Batches(0, 0))
+        workspace = Workspace(architecture, work.layout(architecture, tensors=1))
+        workspace.at_once = most
+        results.append(work.run(workspace, sent, data, round=0))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "apart"),
+    [
+        ("cnn", {"norm": "none"}, True),
+        ("cnn", {"norm": "batch"}, False),
+        ("lenet-sigmoid", {}, True),
+        *((name, {"norm": "group"}, True) for name in ("resnet11", "resnet20", "resnet18", "densenet")),
+        ("resnet20", {}, False),
+        ("vit", {}, True),
+        ("vit", {"dropout": 0.1}, False),
+        ("mlp", {}, False),  # nothing is gained there
+    ],
+)
+def test_which_networks_of_the_catalogue_take_parts(name: str, options: dict[str, OptionValue], apart: bool) -> None:
+    network = build(name, input_shape=(3, 32, 32), outputs=10, **options)
+    architecture, _ = draw(network, torch.randn(2, 3, 32, 32), traced=False)
+    work = Gradients(CrossEntropy(), Batches(0, 0))
+    at_once = Workspace(architecture, work.layout(architecture, tensors=1)).at_once
+    assert at_once == (64 if apart else None)

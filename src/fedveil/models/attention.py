@@ -28,6 +28,8 @@ class Attention(nn.Module):
     Every head is ``width / heads`` numbers wide. Rotary positions turn the pairs (i, i + d/2) of queries and keys.
     """
 
+    samples_apart = True
+
     def __init__(self, *, width: int, heads: int, groups: int | None = None, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
@@ -64,6 +66,8 @@ def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + the two layers of (norm(x)) with GELU between them."""
+
+    samples_apart = True
 
     def __init__(self, *, width: int, heads: int, expansion: int, dropout: float) -> None:
         super().__init__()
@@ -189,6 +193,8 @@ class DecoderClassifier(nn.Module):
 
 class VisionTransformer(nn.Module):
     """Patches of a picture as words: classified by their mean, or by a token of its own (``pool="class"``)."""
+
+    samples_apart = True
 
     def __init__(
         self,

@@ -113,6 +113,8 @@ class FeatureScale(nn.Module):
     larger first steps, as a warm-up does.
     """
 
+    samples_apart = True
+
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
@@ -322,6 +324,8 @@ SMALL_IMAGE = 64
 class PadShortcut(nn.Module):
     """Shortcut A: every ``stride``-th pixel, and zero channels before and after; no parameters."""
 
+    samples_apart = True
+
     def __init__(self, *, extra: int, stride: int) -> None:
         super().__init__()
         self.front = extra // 2
@@ -336,6 +340,8 @@ class PadShortcut(nn.Module):
 
 class BasicBlock(nn.Module):
     """``relu(body(x) + shortcut(x))`` with two 3×3 convolutions in the body."""
+
+    samples_apart = True
 
     expansion = 1
     """How many times as wide as the stage what leaves a block is."""
@@ -372,6 +378,8 @@ class BasicBlock(nn.Module):
 
 class BottleneckBlock(BasicBlock):
     """The same with 1×1, 3×3 and 1×1 convolutions, the last of which is four times as wide."""
+
+    samples_apart = True
 
     expansion = 4
 
@@ -483,6 +491,8 @@ OTHER_LAYERS = 4
 
 class DenseLayer(nn.Module):
     """Appends ``growth`` new channels, norm-ReLU-conv of all earlier ones, to its input."""
+
+    samples_apart = True
 
     def __init__(self, *, inputs: int, growth: int, norm: str) -> None:
         super().__init__()

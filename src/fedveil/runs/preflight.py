@@ -25,7 +25,7 @@ from fedveil.runs.monitor import check_target_accuracy, monitor_of
 from fedveil.runs.pretrained import loaded_from
 from fedveil.schemes import SchemeInfo
 from fedveil.uplink.graph import n_out
-from fedveil.work.batches import convolves
+from fedveil.work.batches import convolves, samples_at_once
 from fedveil.work.groups import TOGETHER
 from fedveil.work.per_sample import CPU_BYTES
 
@@ -132,7 +132,9 @@ def _memory(job: Job, *, saved: float) -> str:
     number, size = weights.element_size(), weights.numel()
     most = max(len(data) for data in job.pool.clients)
     batch, upload = min(job.config.batch_size or most, most), scheme.layout(job.architecture).length
-    step, at_once = _BEYOND_SAVED * saved * batch, 1
+    part = samples_at_once(job.architecture.skeleton, job.architecture.input_shape) if job.loss.separable else None
+    whole = part is None or weights.is_cuda or scheme.work.returns != "gradient"
+    step, at_once = _BEYOND_SAVED * saved * (batch if whole or part is None else min(batch, 2 * part)), 1
     if scheme.work.clip is not None and scheme.work.local_training == (None, None):
         step = min(step, CPU_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
     elif (

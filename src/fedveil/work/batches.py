@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedveil.downlink.architecture import TappedLinear, VectorBatchNorm, VectorGroupNorm, VectorLayerNorm
 from fedveil.errors import ConfigError, unknown_name
 
 _MASK = (1 << 63) - 1
@@ -83,6 +84,44 @@ def has_random_layers(module: nn.Module) -> bool:
 def convolves(module: nn.Module) -> bool:
     """Whether a layer of it is a convolution."""
     return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules())
+
+
+_APART = (
+    *(nn.Sequential, nn.ModuleList, nn.Identity, nn.Linear, TappedLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(VectorGroupNorm, VectorLayerNorm),
+    *(nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Tanh, nn.Sigmoid),
+    *(nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.Upsample),
+)
+
+
+def takes_samples_apart(module: nn.Module) -> bool:
+    """Whether it is known that no layer's output for a sample depends on the others of its batch.
+
+    Known of layers of PyTorch that are named here, and of classes that say so themselves (`samples_apart = True`).
+    """
+    return all(_is_apart(layer) for layer in module.modules())
+
+
+_PART_PIXELS = 1 << 16
+_LEAST_PART = 32
+"""Beyond so many pixels, or samples, a pass of a convolving network leaves the processor's caches."""
+
+
+def samples_at_once(module: nn.Module, input_shape: tuple[int, ...]) -> int | None:
+    """How many samples of a batch a CPU had better take at a time; None where parts of it may not give the same."""
+    if has_random_layers(module) or not (convolves(module) and takes_samples_apart(module)):
+        return None
+    return max(_LEAST_PART, _PART_PIXELS // max(1, math.prod(input_shape[1:])))
+
+
+def _is_apart(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Flatten):
+        return layer.start_dim == 1
+    if isinstance(layer, VectorBatchNorm):
+        return layer.track and not layer.training
+    kind = type(layer)
+    return kind in _APART or bool(vars(kind).get("samples_apart", False))
 
 
 def _drops(layer: nn.Module) -> bool:

@@ -137,6 +137,21 @@ def steps(
         return torch.vmap(one_client)(x, y)
 
 
+def _step_in_parts(workspace: Workspace, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+    """`step` of a batch, on a CPU as the mean of its parts' where that is known to be the same."""
+    samples, most = len(y), workspace.at_once if loss.separable and not x.is_cuda else None
+    number = 1 if most is None or samples < 2 * most else math.ceil(samples / most)
+    whole: Tensor | None = None
+    for inputs, targets in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
+        part = step(workspace.architecture, workspace.module, loss, inputs, targets, head)
+        if number == 1:
+            return part
+        part *= len(targets) / samples
+        whole = part if whole is None else whole.add_(part)
+    assert whole is not None
+    return whole
+
+
 _CHUNK_BYTES = 64 << 20
 _MOST_AT_ONCE = 64
 _VECTORISED_PIXELS = 4096
@@ -211,7 +226,7 @@ class Gradients(SideBySide):
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
-            vector = step(workspace.architecture, workspace.module, self.loss, x, y, broadcast.head)
+            vector = _step_in_parts(workspace, self.loss, x, y, broadcast.head)
         return self._checked(workspace, weighted(vector, len(data)), data, round, chosen)
 
     def _together(

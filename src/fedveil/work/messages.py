@@ -23,6 +23,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
 from fedveil.secrets import Guarded, OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout, all_in_range
+from fedveil.work.batches import samples_at_once
 from fedveil.work.pooling import pool_swiftly
 
 
@@ -174,6 +175,11 @@ class Workspace:
         self.moving: list[Tensor] = [value for name, value in named if name not in self.architecture.frozen]
         self.vectorisable = True
         self.captured: dict[object, object] = {}
+
+    @cached_property
+    def at_once(self) -> int | None:
+        """How many samples of a batch a CPU takes at a time; None where all of them have to be taken together."""
+        return samples_at_once(self.architecture.skeleton, self.architecture.input_shape)
 
     @cached_property
     def functional(self) -> nn.Module:
