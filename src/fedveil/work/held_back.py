@@ -30,7 +30,7 @@ from fedveil.work.messages import ClientData, LocalWork, ManyAtOnce, Units, Work
 FIGURES = "figures"
 """The section of a contribution that holds the sums."""
 _PURPOSE = 0x4E1D
-_CHUNK = 1024
+_CHUNK = 256
 
 
 class AnswerCounts(Protocol):
