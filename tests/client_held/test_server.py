@@ -507,6 +507,36 @@ def test_two_who_say_that_a_third_dealt_nothing_spoil_rounds_and_have_nobody_put
     assert not run.stops
 
 
+class Denying:
+    """Clients of which `bad` say in the second round that they cannot read the first one's sum."""
+
+    def __init__(self, role: Any, bad: set[int]) -> None:
+        self._role, self._bad = role, bad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._role, name)
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
+        asked = isinstance(request, Begin) and request.latest is not None
+        for state, reply in self._role.handle_many(states, request, clients, private):
+            denies = asked and state.client in self._bad and isinstance(reply, Reply)
+            yield state, UnreadableError("not what clients have sent") if denies else reply
+
+
+@pytest.mark.parametrize(("liars", "out"), [({1, 2, 3, 4}, set()), ({1, 2, 3, 4, 5, 6}, {0})])
+def test_who_has_moved_is_put_out_by_a_quorum_of_those_asked_and_not_by_most_of_those_who_came(
+    liars: set[int], out: set[int]
+) -> None:
+    """Of nine two are away at first: four are most of those whose uploads are in the sum, and a quorum is six."""
+
+    def away(request: Any, client: int) -> bool:
+        return isinstance(request, Begin) and request.round == 0 and client in (7, 8)
+
+    run = held_run(of("pads", clients=9), through=lambda role: Denying(role, liars), absent=away)
+    assert run.rounds[1].taken_back == (0,)
+    assert set(run.relay.left_out) == out
+
+
 def unopenable(divided: Divided) -> Divided:
     return replace(divided, hidden=replace(divided.hidden, bundles=divided.hidden.bundles ^ 1))  # type: ignore[type-var]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -90,6 +91,23 @@ def test_what_tells_the_secret_from_others_corrects_every_share_to_spare_and_acc
     shares[most] = bytes(SHARE_BYTES)
     with pytest.raises(ProtocolError, match="one polynomial"):
         corrected(shares, threshold=threshold, fits=SECRET.__eq__)
+
+
+@pytest.mark.parametrize("liars", [(0, 1), (2, 6)])
+def test_wrong_shares_that_two_have_agreed_on_do_not_pass_where_the_secret_is_told_from_others(
+    liars: tuple[int, int],
+) -> None:
+    """Shares shifted along a polynomial that vanishes at other holders leave one honest share that looks wrong."""
+    holders, threshold = 7, 5
+    shares = split(SECRET, holders=range(holders), threshold=threshold, stream=SeededSecrets(6).stream("a"))
+    vanishing = [holder for holder in shares if holder not in liars][: threshold - 1]
+    for holder in liars:
+        shift = 12345 * math.prod(holder - other for other in vanishing)
+        shares[holder] = ((int.from_bytes(shares[holder], "big") + shift) % PRIME).to_bytes(SHARE_BYTES, "big")
+    wrong, accused = corrected(shares, threshold=threshold)
+    assert wrong != SECRET
+    assert accused.isdisjoint(liars)
+    assert corrected(shares, threshold=threshold, fits=SECRET.__eq__) == (SECRET, frozenset())
 
 
 def test_so_many_sets_of_shares_that_they_would_take_long_are_not_tried() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from fedveil.client_held.messages import Begin, Finish
 from fedveil.client_held.server import RelayRole, RelayState
@@ -22,9 +23,11 @@ from fedveil.flower.messages import Setup
 from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.directory import Epoch, Hello
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.secrets import OsSecrets
+from fedveil.tensors import flatten
 from flower.in_process import make_homes
 from flower.test_message_handler import FACTS, LINEAGE
 
@@ -161,5 +164,69 @@ def test_after_a_resume_clients_who_were_told_the_same_upload_together(tmp_path:
     for client in range(CLIENTS):
         nodes.deliver(setup, client, Finish(1, latest), None)
     again = Run(nodes, replace(setup, attempt=1, start=1))
+    again.until()
+    assert again.uploads() == [list(range(CLIENTS))] * CONFIG.rounds
+
+
+def finished(nodes: Nodes, setup: Setup, *, rounds: int) -> list[Held]:
+    """What clients hold after so many honest rounds."""
+    latest = Run(nodes, setup).until(Begin, round=rounds).latest
+    for client in range(CLIENTS):
+        ended: Any = nodes.deliver(setup, client, Finish(rounds, latest), None)
+        assert ended.version == rounds
+    return [nodes.held(client) for client in range(CLIENTS)]
+
+
+def test_nobody_takes_a_model_that_the_server_can_make_for_one_that_clients_have_come_to(tmp_path: Path) -> None:
+    """Of attempts that begin with versions which nobody has, one counted back from the other (7, then 6)."""
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    setup = Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=0)
+    honest = finished(nodes, setup, rounds=2)
+    for client in range(CLIENTS):
+        told = replace(CONFIG, seed=999 if client == VICTIM else 1000)
+        entered = replace(Setup.of(told, FACTS, lineage=LINEAGE, attempt=1), start=7)
+        hello = Hello(entered.name, Epoch(0, 0, CONFIG.rounds, CLIENTS, CLIENTS, 0))
+        assert isinstance(nodes.deliver(entered, client, hello, None), Reply)
+    again = Run(nodes, replace(setup, attempt=2, start=6))
+    again.until()
+    assert not any(again.uploads())
+    for client in range(CLIENTS):  # what they had come to is not lost
+        (kept,) = (nodes.homes[client] / "models").glob(f"{LINEAGE}.version-2.safetensors")
+        stored = load_file(kept)
+        assert torch.equal(flatten(list(stored.values())).sort().values, honest[0].weights.parameters.sort().values)
+
+
+def test_sums_under_which_nothing_was_masked_are_part_of_the_story_too(tmp_path: Path) -> None:
+    """A run that begins with nothing hidden goes on under pads: each client was told other sums, and their models
+    differ."""
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    bare = replace(CONFIG, scheme="paraaegis", cipher=None, share=0.0, epsilon=8.0)
+    setup = Setup.of(bare, FACTS, lineage=LINEAGE, attempt=0)
+    latest = Run(nodes, setup).until(Begin, round=1).latest
+    assert latest.hidden is None
+    for client in range(CLIENTS):
+        forged = latest if client == VICTIM else replace(latest, rest=latest.rest + 1000)
+        ended: Any = nodes.deliver(setup, client, Finish(1, forged), None)
+        assert ended.version == 1
+    again = Run(nodes, Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=1, start=1))
+    again.until()
+    assert any(again.uploads())
+    assert all(VICTIM not in one for one in again.uploads() if one is not None)
+
+
+def test_who_has_missed_an_attempt_without_a_sum_goes_on_with_the_others(tmp_path: Path) -> None:
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    setup = Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=0)
+    finished(nodes, setup, rounds=1)
+    broken_off = Run(nodes, replace(setup, attempt=1, start=1))
+
+    def without_one(client: int, request: Request, private: Request | None) -> Reply | Code:
+        if client == VICTIM:
+            return Code.PROTOCOL
+        return nodes.deliver(replace(setup, attempt=1, start=1), client, request, private)
+
+    broken_off.via = without_one
+    broken_off.until(Begin, round=0)
+    again = Run(nodes, replace(setup, attempt=2, start=1))
     again.until()
     assert again.uploads() == [list(range(CLIENTS))] * CONFIG.rounds

@@ -91,6 +91,59 @@ def test_plain_averaging_trains_the_mean_over_all_samples_of_the_loss(name: str)
     assert done.metrics[0]["loss"] == pytest.approx(float(value.detach()), rel=1e-12)
 
 
+def hardest(output: Tensor, target: Tensor) -> Tensor:
+    """Online hard example mining: of a small batch it is the mean."""
+    losses = F.cross_entropy(output, target, reduction="none")
+    return losses.topk(min(256, len(losses))).values.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "separable"),
+    [
+        (hardest, False),
+        (lambda output, target: F.cross_entropy(output, target, ignore_index=29), False),
+        (lambda output, target: F.cross_entropy(output, target, weight=torch.arange(1, 31).to(output)), False),
+        (lambda output, target: F.cross_entropy(output, target), True),
+        (lambda output, target: F.cross_entropy(output, target, reduction="none"), True),
+    ],
+    ids=["hardest", "a class left out", "weighted", "mean", "per sample"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_is_tried_on_a_large_batch_and_every_class(loss: Any, separable: bool, dtype: torch.dtype) -> None:
+    """What a few samples of the first classes do not tell."""
+    output = torch.randn(16, 30, dtype=dtype)
+
+    made = own_loss(loss, dtype=dtype, device=torch.device("cpu"))
+    assert tried(made, output, torch.arange(16)).separable is separable
+
+
+def test_a_loss_of_ones_own_is_never_taken_in_parts() -> None:
+    x = torch.randn(600, 1, 8, 8)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
+    seen: list[int] = []
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(len(target))
+        return F.cross_entropy(output, target)
+
+    parts = [(x[:300], torch.arange(300) % 3), (x[300:], torch.arange(300) % 3)]
+    fedveil.train(network, parts, scheme="fedavg", loss=counted, rounds=1, lr=0.1, seed=1, progress=False)
+    assert seen[-2:] == [300, 300]
+
+
+def test_schemes_that_clip_refuse_a_network_that_fails_on_one_sample_before_anything_is_sent() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.batch_norm(self.first(x), None, None, training=True))  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=r"fails on a single one with ValueError.*use GroupNorm"):
+        fedveil.train(Normed(), clients(), scheme="ldp", epsilon=8.0, rounds=1, lr=0.1, progress=False)
+
+
 def test_class_weights_multiply_a_samples_loss_and_are_not_divided_away() -> None:
     output, target = torch.randn(6, CLASSES, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 1, 0])
     weights = tuple(WEIGHTS.tolist())

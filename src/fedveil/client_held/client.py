@@ -277,7 +277,7 @@ class HolderRole(Participant):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, pending, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
-        transcript = told_outcome(self._transcript(state, pending), request) if self._uplink.masks else b""
+        transcript = told_outcome(self._transcript(state, pending), request)
         return self._upload(state, context, replace(pending, winners=winners), transcript)
 
     def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
@@ -359,7 +359,8 @@ class Keeper:
             return self._start
         seed = state.membership().seed(round=0, attempt=0, purpose="first model")
         if self._begun is None or self._begun[0] != seed:
-            self._begun = (seed, self._first(seed))
+            made = self._first(seed)
+            self._begun = (seed, made if made.transcript else replace(made, transcript=_digest(b"first", seed)))
         return self._begun[1]
 
     def brought_up(
@@ -427,7 +428,8 @@ class Keeper:
             raise UnreadableError(str(reason)) from reason
         weights, velocity = held.weights.clone(), held.velocity.clone()
         self._mover.move(weights, velocity, recovered, round=latest.round)
-        transcript = told_sums(held.transcript, latest) if self._uplink.masks else b""
+        # Also where no masks are bound to it yet: a resumed run may have some.
+        transcript = told_sums(bytes.fromhex(pending.transcript), latest)
         after = Held(weights, velocity, latest.version, recovered.loss, transcript)
         self._moved = (latest, held, after)
         return after
@@ -476,6 +478,11 @@ def told_sums(before: bytes, sums: Aggregate) -> bytes:
     """The transcript up to and including a round's sums."""
     facts = f"{sums.version} {sums.round} {sums.attempt}".encode()
     return _digest(b"sums", before, facts, sums.asked, sums.contributors, sums.rest, sums.hidden)
+
+
+def told_settings(before: bytes, settings: str) -> bytes:
+    """The transcript after an attempt at a run, of which `settings` is a digest: what it began with is made by them."""
+    return _digest(b"settings", before, settings.encode())
 
 
 def told_outcome(before: bytes, outcome: Divide) -> bytes:

@@ -25,13 +25,13 @@ them nobody is lent what they lead to before it is clear which it is, also at th
 for any other reason has no quarrel with the sums, and a few cannot undo them while the others are away, or are not of a
 round's cohort, who may have moved already.
 
-Who is asked no more (`Code.SPOILT`): whoever says that it has moved by sums which most could not read, since clients
-with the same keys read the same; and whoever has dealt shares of its own mask that a quorum of its neighbours could not
-open, which no fewer can pretend. Whoever works on a lent model may have been lied to, and is to blame once three
-lenders' models were of no use to it; until then it borrows from another. Of a sum that cannot be read nothing tells who
-has spoilt it, and nobody is left out to find out: on the same model the sums with and without somebody show that one to
-the spoiler, who alone can read both. So a client that spoils what is under pads, and else does as it should, costs two
-rounds each time, and the third time the others leave (`client_held/client.py`).
+Who is asked no more (`Code.SPOILT`): whoever says that it has moved by sums which a quorum of those asked could not
+read, since clients with the same keys read the same; and whoever has dealt shares of its own mask that a quorum of its
+neighbours could not open, which no fewer can pretend. Whoever works on a lent model may have been lied to, and is to
+blame once three lenders' models were of no use to it; until then it borrows from another. Of a sum that cannot be read
+nothing tells who has spoilt it, and nobody is left out to find out: on the same model the sums with and without
+somebody show that one to the spoiler, who alone can read both. So a client that spoils what is under pads, and else
+does as it should, costs two rounds each time, and the third time the others leave (`client_held/client.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fedveil.protocol.messages import Aggregate, Request
 from fedveil.protocol.parts import RoundContext, Scheme
 from fedveil.protocol.phases import Ask, Confirmations, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.roles.server import Conductor, RunTerms, too_few
-from fedveil.uplink.unmasking import MaskedUpload
+from fedveil.uplink.unmasking import MaskedUpload, Quorum
 from fedveil.uplink.vote import Tally
 
 _LENDERS_TRIED = 3
@@ -220,14 +220,21 @@ class RelayRole(Conductor):
             return False
         holding = [client for client, version in self._holding.items() if version == self._version]
         moved = [client for client in holding if client not in self._borrowed]
-        if len(self._unreadable & self._informed) < _FEWEST_WITNESSES:
-            moved = []  # two that lie are most of three
+        if len(self._unreadable & self._informed) < self._witnesses(len(self._latest.asked)):
+            moved = []  # who lies may be most of those whose uploads have arrived
         self._taken_back += (self._latest.round,)
         self._take_back_loans(self._worked_on_loans | self._borrowed)
         self._latest, self._version, self._informed = None, self._version - 1, set()
         self._unreadable = set()
-        self._bar(moved, "says that it has moved by a sum that most clients could not read")
+        self._bar(moved, "says that it has moved by a sum that a quorum of clients could not read")
         return True
+
+    def _witnesses(self, asked: int) -> int:
+        """How many have to say that they could not read a sum before those who say that they have are to blame: as
+        many of all the others as make a quorum of a neighbourhood."""
+        parts = (self._uplink.cipher, self._uplink.ballots)
+        quorums = [part.masks.quorum for part in parts if part is not None and part.masks is not None]
+        return max(_FEWEST_WITNESSES, (quorums[0] if quorums else Quorum()).of(asked - 1))
 
     def _bar(self, clients: Sequence[int], why: str) -> None:
         """Ask these no more in this run; the round names them."""

@@ -126,6 +126,9 @@ _MOST_SUBSETS = 256
 """So many sets of shares are tried where more of them are wrong than the others correct."""
 
 
+_APART = "the shares do not lie on one polynomial: at least one holder sent a wrong one"
+
+
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
     """The secret from at least `threshold` shares; too few, or too many wrong ones, are refused."""
     return corrected(shares, threshold=threshold)[0]
@@ -135,13 +138,14 @@ def corrected(
     shares: Mapping[int, bytes],
     *,
     threshold: int,
-    fits: Callable[[bytes], bool] = lambda secret: False,
+    fits: Callable[[bytes], bool] | None = None,
     doubted: Collection[int] = (),
 ) -> tuple[bytes, frozenset[int]]:
     """The secret, and whose shares are not of it.
 
     Of m shares (m − t) / 2 may be wrong, whoever has chosen them. Where something else tells the secret from others
-    (`fits`), m − t of a few may. Whose shares of other secrets were wrong is `doubted`: it takes less time then.
+    (`fits`), m − t of a few may, also where those who chose them have made others' look wrong. Whose shares of other
+    secrets were wrong is `doubted`: it takes less time then.
     """
     if len(shares) < threshold:
         raise ProtocolError(f"{len(shares)} shares are too few: {threshold} are needed")
@@ -155,18 +159,25 @@ def corrected(
         raise ProtocolError(f"the share held by {min(malformed)} is malformed")
     chosen = {point: points[point] for point in list(points)[:threshold]}
     wrong = {point for point in list(points)[threshold:] if _at(point, chosen) != points[point]}
-    if 2 * len(wrong) <= len(points) - threshold:
-        return _secret(_at(0, chosen)), malformed.union(point - 1 for point in wrong)
-    polynomial = _polynomial(points, threshold)
-    if polynomial is not None:
-        wrong = {point for point, value in points.items() if _value(polynomial, point) != value}
-        return _secret(_value(polynomial, 0)), malformed.union(point - 1 for point in wrong)
-    if comb(len(points), threshold) <= _MOST_SUBSETS:
-        for some in combinations(points, threshold):
-            secret = _at(0, {point: points[point] for point in some})
-            if not secret >> (8 * SEED_BYTES) and fits(_secret(secret)):
-                return _secret(secret), malformed  # two that agreed on wrong ones could make others' look so
-    raise ProtocolError("the shares do not lie on one polynomial: at least one holder sent a wrong one")
+    agreed = _at(0, chosen)
+    if 2 * len(wrong) > len(points) - threshold:
+        polynomial = _polynomial(points, threshold)
+        if polynomial is not None:
+            wrong = {point for point, value in points.items() if _value(polynomial, point) != value}
+            agreed = _value(polynomial, 0)
+        elif fits is None or comb(len(points), threshold) > _MOST_SUBSETS:
+            raise ProtocolError(_APART)
+    if fits is None or _fitting(agreed, fits) or comb(len(points), threshold) > _MOST_SUBSETS:
+        return _secret(agreed), malformed.union(point - 1 for point in wrong)
+    for some in combinations(points, threshold):
+        secret = _at(0, {point: points[point] for point in some})
+        if _fitting(secret, fits):
+            return _secret(secret), malformed  # two that agreed on wrong ones could make others' look so
+    raise ProtocolError(_APART)
+
+
+def _fitting(value: int, fits: Callable[[bytes], bool]) -> bool:
+    return not value >> (8 * SEED_BYTES) and fits(_secret(value))
 
 
 def _secret(value: int) -> bytes:

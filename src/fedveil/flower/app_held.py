@@ -154,7 +154,8 @@ class _AppKeeper(Keeper):
     ) -> ClientState:
         unmoved = state.held is None or state.held.version <= 0
         if version == 0 and unmoved and isinstance(private, Borrowed):
-            # Whoever has made a first model, and was not heard, gives way to the one that was.
+            # Whoever has made a first model, and was not heard, gives way to the one that was; in a resumed run, who
+            # was lent a false one before it ended. There another's word takes the place of a client's own work.
             return replace(state, held=self._borrowed(state, private, version), pending=None)
         return super().brought_up(state, version, latest, private)
 

@@ -18,6 +18,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -133,9 +134,11 @@ class AppMemory:
     def _carried(self, known: Remembered) -> Held | None:
         """The model that a new attempt begins with, if it is here; version 0 is nobody's work, and is had anew."""
         held = known.state.held
-        if held is None or not self._setup.start or known.base + held.version != self._setup.start:
+        if held is None or not self._setup.start or held.version < 0:
             return None
-        return begun(held.weights.parameters, held.velocity)
+        if known.base + held.version != self._setup.start:
+            return None
+        return replace(begun(held.weights.parameters, held.velocity), borrowed=held.borrowed)
 
     def long_finished(self, farewell: Finish) -> bool:
         """Whether a later attempt has begun with just what an earlier one's last sums lead to: the server that asks

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from fedveil.client_held.client import HolderRole
+from fedveil.client_held.client import HolderRole, told_settings
 from fedveil.client_held.messages import Finish, Finished
 from fedveil.config import RunConfig
 from fedveil.data.dataset import Task
@@ -275,7 +275,7 @@ class MessageHandler:
         if not isinstance(answer, FedVeilError):
             self._record(request, private, answer)
             if isinstance(request, Finish):
-                self._write_model(setup, side, state)
+                self._write_model(setup, side, state.held)
         return reply
 
     def _broken_off(self, setup: Setup, remembered: Remembered) -> bytes:
@@ -332,13 +332,18 @@ class MessageHandler:
     def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
         """The model that a new attempt begins with: what an earlier one has left, if it is of the right version.
 
-        Version 0 is nobody's work: a new attempt makes it anew. What has led to another stays with it: masks are bound
-        to it, so that clients who were told different sums do not upload together after a resume either.
+        Version 0 is nobody's work: a new attempt makes it anew. What has led to another stays with it, the settings
+        that were told among it: masks are bound to it, so that clients who were told different things do not upload
+        together after a resume either.
         """
         held = None if known is None else known.state.held
-        if not setup.start or held is None or known is None or known.base + held.version != setup.start:
+        if not setup.start or held is None or known is None or held.version < 0:
             return None
-        return held.carried()
+        if known.base + held.version != setup.start:
+            return None
+        # Where nothing was added up, nothing was made by this attempt's settings, and some may have missed it.
+        told = told_settings(held.transcript, known.setup) if held.version else held.transcript
+        return replace(held.carried(), transcript=told)
 
     def _entered(self, setup: Setup, known: Remembered | None, side: Side) -> Remembered:
         """What is remembered, as this attempt begins with it."""
@@ -352,6 +357,7 @@ class MessageHandler:
             _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
         self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
         before = ClientState(self._home.client) if known is None else known.state
+        self._keep_model(setup, known, side, held)
         entered = Remembered(before.anew(before.client, held=held), setup.attempt, setup.digest(), base=setup.start)
         self._keep(setup, entered)
         return self._counted(entered)
@@ -365,16 +371,30 @@ class MessageHandler:
             remembered, state=replace(remembered.state, spent=max(remembered.state.spent, self._memory.spent()))
         )
 
-    def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
+    def _keep_model(self, setup: Setup, known: Remembered | None, side: Side, begins: Held | None) -> None:
+        """A model that sums have made here, and with which an attempt does not begin: it is the server's word that
+        others have a later one."""
+        held = None if known is None else known.state.held
+        if held is None or known is None or held.version + known.base < 1 or held.version < 0:
+            return
+        if begins is not None and torch.equal(begins.weights.parameters, held.weights.parameters):
+            return
+        if side.architecture is None or held.weights.parameters.shape != side.architecture.trainable.shape:
+            _LOG.warning("the model that was here is of another network than this attempt's, and is not kept")
+            return
+        made = known.base + held.version
+        self._write_model(setup, side, held, name=f"{setup.lineage}.version-{made}")
+        _LOG.warning("version %d of the model, which this attempt does not begin with, is kept as a file", made)
+
+    def _write_model(self, setup: Setup, side: Side, held: Held | None, *, name: str = "") -> None:
         """The model that this client holds, as a file of its own."""
-        held = state.held
         if held is None or side.architecture is None:
             return
         folder = self._home.kept_models
         folder.mkdir(exist_ok=True, mode=0o700)
         module = assemble(side.architecture, held.weights).eval()
         save_model(
-            folder / f"{setup.lineage}.safetensors",
+            folder / f"{name or setup.lineage}.safetensors",
             module,
             side.facts,
             kind="client",

@@ -27,6 +27,7 @@ from fedveil.schemes import SchemeInfo
 from fedveil.uplink.graph import n_out
 from fedveil.work.batches import convolves, samples_at_once
 from fedveil.work.groups import TOGETHER
+from fedveil.work.own_loss import OwnLoss
 from fedveil.work.per_sample import CPU_BYTES
 
 if TYPE_CHECKING:
@@ -112,12 +113,31 @@ def _check_backward(job: Job) -> float:
             f"The model cannot be trained: a backward pass over two samples fails with {type(reason).__name__} "
             f"({' '.join(str(reason).split())[:300]}). Mend the model; nothing was sent or written."
         ) from reason
+    _check_alone(job, module, x[:1])
     if moving and all(grad is None for grad in grads):
         raise ConfigError(
             "The model cannot be trained: the loss depends on none of its parameters (detach, no_grad or a rounding "
             "on the way to its output?)."
         )
     return sum(sizes.values()) / 2
+
+
+def _check_alone(job: Job, module: torch.nn.Module, x: Tensor) -> None:
+    """Where samples are clipped one by one, a network has to take one by itself."""
+    work = job.scheme.work
+    if work.clip is None or work.local_training != (None, None):
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            module(x)
+    except FedVeilError:
+        raise
+    except Exception as reason:
+        raise ConfigError(
+            f"{job.scheme.name} clips sample by sample, and the model fails on a single one with "
+            f"{type(reason).__name__} ({' '.join(str(reason).split())[:200]}). A batch normalisation, called as a "
+            "function too, mixes samples: use GroupNorm."
+        ) from reason
 
 
 _COPIES = 6  # of the model: the server's, its momentum, what it sends, two skeletons of clients, a checkpoint
@@ -132,8 +152,8 @@ def _memory(job: Job, *, saved: float) -> str:
     number, size = weights.element_size(), weights.numel()
     most = max(len(data) for data in job.pool.clients)
     batch, upload = min(job.config.batch_size or most, most), scheme.layout(job.architecture).length
-    part = samples_at_once(job.architecture.skeleton, job.architecture.input_shape) if job.loss.separable else None
-    whole = part is None or weights.is_cuda or scheme.work.returns != "gradient"
+    part = samples_at_once(job.architecture.skeleton, job.architecture.input_shape)
+    whole = weights.is_cuda or scheme.work.returns != "gradient" or isinstance(job.loss, OwnLoss)
     step, at_once = _BEYOND_SAVED * saved * (batch if whole or part is None else min(batch, 2 * part)), 1
     if scheme.work.clip is not None and scheme.work.local_training == (None, None):
         step = min(step, CPU_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient

@@ -524,7 +524,7 @@ class MaskedSum(Inbox[Any]):
                 found.append(client)
         return tuple(found)
 
-    def _secret(self, dealer: int, about: int, *, fits: Callable[[bytes], bool] = lambda secret: False) -> bytes:
+    def _secret(self, dealer: int, about: int, *, fits: Callable[[bytes], bool] | None = None) -> bytes:
         from fedveil.crypto.shamir import corrected
 
         around = dealer if about == LOCK else about

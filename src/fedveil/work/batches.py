@@ -116,12 +116,22 @@ def samples_at_once(module: nn.Module, input_shape: tuple[int, ...]) -> int | No
 
 
 def _is_apart(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Flatten):
+    kind = type(layer)
+    if hooked(layer) or "forward" in vars(layer):
+        return False
+    if kind is nn.Flatten and isinstance(layer, nn.Flatten):
         return layer.start_dim == 1
     if isinstance(layer, VectorBatchNorm):
-        return layer.track and not layer.training
-    kind = type(layer)
-    return kind in _APART or bool(vars(kind).get("samples_apart", False))
+        return bool(layer.track and not layer.training)
+    return kind in _APART or bool(vars(kind).get("samples_apart"))
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooked(layer: nn.Module) -> bool:
+    """Whether somebody's own code runs before or after the layer's."""
+    return any(getattr(layer, hooks) for hooks in _HOOKS)
 
 
 def _drops(layer: nn.Module) -> bool:

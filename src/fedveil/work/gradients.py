@@ -23,6 +23,7 @@ from fedveil.work.batches import Batches, convolves, has_random_layers, seeded_d
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
 from fedveil.work.messages import ClientData, SideBySide, Units, Workspace, check_finite, prepare, reported
+from fedveil.work.own_loss import OwnLoss
 
 
 def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
@@ -139,7 +140,9 @@ def steps(
 
 def _step_in_parts(workspace: Workspace, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
     """`step` of a batch, on a CPU as the mean of its parts' where that is known to be the same."""
-    samples, most = len(y), workspace.at_once if loss.separable and not x.is_cuda else None
+    # Of a loss of somebody's own it was tried on some samples, and is not known.
+    apart = loss.separable and not isinstance(loss, OwnLoss)
+    samples, most = len(y), workspace.at_once if apart and not x.is_cuda else None
     number = 1 if most is None or samples < 2 * most else math.ceil(samples / most)
     whole: Tensor | None = None
     for inputs, targets in zip(x.tensor_split(number), y.tensor_split(number), strict=True):

@@ -18,11 +18,13 @@ from fedveil.downlink.architecture import Architecture, Weights, batch_norms, lo
 from fedveil.downlink.decomposed import has_multipliers
 from fedveil.errors import Code, ConfigError, TraceError
 from fedveil.tensors import flatten
-from fedveil.work.batches import seeded
+from fedveil.work.batches import hooked, seeded
 from fedveil.work.losses import Loss
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
+_MANY = 512
+"""Samples of the batch on which a loss is tried that may treat large ones differently: the hardest few hundred, say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,18 +117,41 @@ def tried(loss: OwnLoss, output: Tensor, target: Tensor) -> OwnLoss:
             f"The loss {loss.name} has no gradient in the model's outputs: compute it with operations of PyTorch on "
             "the tensors it is given."
         )
-    apart = torch.stack([_value(loss, output[k : k + 1], target[k : k + 1]).mean() for k in range(len(target))])
-    allowed = _TOLERANCE.get(output.dtype, 1e-3) * (1.0 + apart.detach().abs())
-    given = whole if whole.dim() else apart.mean()
-    difference = (apart - given if whole.dim() else whole - given).detach().abs()
     examples = output.detach(), target
     return replace(
         loss,
-        separable=bool((difference <= allowed).all()),
+        separable=_separable(loss, *examples) and _separable_in_many(loss, *examples),
         repeatable=_repeats(loss, *examples),
         tried_on=examples,
         answered=answer(loss, *examples),
     )
+
+
+def _separable(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
+    """Whether a batch's loss is the mean of its samples'."""
+    whole = _value(loss, output, target).detach()
+    apart = torch.stack([_value(loss, output[k : k + 1], target[k : k + 1]).mean() for k in range(len(target))])
+    apart = apart.detach()
+    allowed = _TOLERANCE.get(output.dtype, 1e-3) * (1.0 + apart.abs())
+    difference = (apart - whole if whole.dim() else whole - apart.mean()).abs()
+    return bool((difference <= allowed).all())
+
+
+def _separable_in_many(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
+    try:
+        return _separable(loss, *_many(output, target))
+    except ConfigError:  # it takes the small batch alone
+        return False
+
+
+def _many(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A large batch of the same outputs and, where they are classes, of all there are; else of the same targets."""
+    generator = torch.Generator().manual_seed(0)
+    rows, others = (torch.randint(len(target), (_MANY,), generator=generator) for _ in range(2))
+    if target.is_floating_point() or output.dim() != 2:
+        return output[rows.to(output.device)], target[others.to(target.device)]
+    classes = torch.randint(output.shape[1], (_MANY,), generator=generator).to(target)
+    return output[rows.to(output.device)], classes.reshape(_MANY, *target.shape[1:])
 
 
 def _repeats(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
@@ -230,14 +255,7 @@ def stateful(what: str) -> ConfigError:
 
 def is_own(module: nn.Module) -> bool:
     """Whether some part of a network is neither PyTorch's nor FedVeil's, or has hooks: its code may keep anything."""
-    return any(not type(layer).__module__.startswith(_OURS) or _hooked(layer) for layer in module.modules())
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _hooked(layer: nn.Module) -> bool:
-    return any(getattr(layer, hooks) for hooks in _HOOKS)
+    return any(not type(layer).__module__.startswith(_OURS) or hooked(layer) for layer in module.modules())
 
 
 def unused_twin(architecture: Architecture, module: nn.Module) -> nn.Module | None:
