@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from fedveil.audit.findings import Score
 from fedveil.audit.metrics import psnr
 from fedveil.audit.record import client_view
 from fedveil.audit.subject import enacted
@@ -33,6 +34,7 @@ from papers.stage import OnRound, Stage
 
 RECEIVED, ALIGNED = WAYS = ("as received", "aligned")
 CURIOUS = "curious"
+_HOW = {RECEIVED: "models taken as they are sent", ALIGNED: "models of two rounds aligned"}
 _ROUNDS = 2
 _ATTACKER, _VICTIM = range(2)
 
@@ -142,27 +144,38 @@ def lines(table: Table, results: Results, quick: bool) -> Iterator[tuple[str, ..
                 )
 
 
-def checks(table: Table, results: Results, quick: bool) -> Iterator[Check]:
-    """The paper's claim is of clients: that they are left nothing of each other's data."""
+def checks(table: Table, results: Results, quick: bool, *, beside: Score | None) -> Iterator[Check]:
+    """The paper's claims of clients: that they are left nothing of each other's data, as by much noise `beside` it."""
     form, margin = table.form(quick)[CURIOUS], table["margin"]
 
-    def beyond(label: str) -> tuple[bool | None, str]:
+    def found(label: str) -> tuple[dict[str, Score], Score | None]:
         name = cell_name(form["data"], label)
-        blind = interval(listed(results, name, f"{BLIND} psnr"))
         got = {way: one for way in WAYS if (one := interval(listed(results, name, f"{way} psnr"))) is not None}
-        if not got or blind is None:
-            return None, ""
-        seen = ", ".join(f"{way}: {level(one)}" for way, one in got.items())
-        return any(one.surely > blind.value + margin for one in got.values()), f"{seen}; mean picture {blind.value:.1f}"
+        return got, interval(listed(results, name, f"{BLIND} psnr"))
 
     start = f"{form['data']}, a picture each of two clients"
-    works, seen = beyond("fedavg")
-    yield Check(f"{start}: one rebuilds the other's from FedAvg's models", works, seen, premise=True)
+    bare, blind = found("fedavg")
+    works = None if not bare or blind is None else bare[RECEIVED].surely > blind.value + margin
+    seen = "" if blind is None else f"{level(bare[RECEIVED])}; mean picture {blind.value:.1f}"
+    claim = f"{start}: one rebuilds the other's from FedAvg's models"
+    yield Check(claim, works, seen, premise=True, topic=CURIOUS)
     for label, title in table[CURIOUS]["names"].items():
-        if label != "fedavg":
-            got, seen = beyond(label)
-            held = None if got is None or works is not True else not got
-            yield Check(f"{start}: {title} leaves one nothing of the other's", held, seen)
+        if label == "fedavg":
+            continue
+        got, blind = found(label)
+        for way in WAYS:
+            claim = f"{start}: {title} leaves one nothing of the other's, {_HOW[way]}"
+            if way not in got or blind is None or works is not True:
+                yield Check(claim, None, level(got.get(way)), topic=CURIOUS)
+            else:
+                seen = f"{level(got[way])}; mean picture {blind.value:.1f}"
+                yield Check(claim, got[way].surely <= blind.value + margin, seen, topic=CURIOUS)
+        claim = f"{start}: {title} defends as PPDL with the most noise does, {_HOW[RECEIVED]}"
+        if RECEIVED not in got or beside is None:
+            yield Check(claim, None, topic=CURIOUS)
+        else:
+            seen = f"{level(got[RECEIVED])} and {level(beside)} dB"
+            yield Check(claim, got[RECEIVED].surely <= beside.value + margin, seen, topic=CURIOUS)
 
 
 def sheet_rows(table: Table, results: Results, quick: bool) -> list[tuple[str, Tensor]]:

@@ -37,7 +37,7 @@ from papers.cells import (
 from papers.collusion import Seen, seen_round
 from papers.costs import exponent, job_of, round_costs
 from papers.entries import read_paper
-from papers.report import EMPTY, Check, Report, above, compared, paper, ratio, rising, short, shown, trained
+from papers.report import EMPTY, Check, Report, above, all_above, compared, paper, ratio, rising, short, shown, trained
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("nadp")
@@ -123,10 +123,12 @@ def _table1_report(results: Results, quick: bool) -> Report:
     judged = form["usual"]["epsilons"]
     notes = [skipped, *_proven_epsilons(results, sizes, judged), how]
     checks = _table1_checks(results, sizes, judged, quick)
-    for data in form["data"]:
-        if data != _FASHION and any(name.startswith(f"{data}/") for name in results):
+    for data in (one for one in form["data"] if one != _FASHION):
+        if any(name.startswith(f"{data}/") for name in results):
             every = _table1_checks(results, sizes, epsilons, quick, data=data)
             checks += [replace(one, claim=f"{data}: {one.claim}") for one in every]
+        elif data in form["had"]:
+            checks.append(Check(f"{data}: the same claims", None, "not run"))
     return _T1.report(rows, checks, quick=quick, notes=[form["note"], *notes] if quick else notes)
 
 
@@ -157,13 +159,27 @@ def _table1_checks(
         return gain(count, epsilon, "nadp", "ldp")
 
     named = [f"N = {count}" for count in sizes]
-    checks = [
-        rising(f"the margin NADP − LDP grows with N at ε = {one:g}", [margin(count, one) for count in sizes], named)
+    plain = {name: mean_of(results, cell(data, count, "fedavg")) for name, count in zip(named, sizes, strict=True)}
+    margins = {f"N = {count}, ε = {one:g}": margin(count, one) for count in sizes for one in epsilons}
+    checks = [trained(plain), all_above("NADP is ahead of LDP at every N and ε", margins)]
+    checks += [
+        rising(
+            f"the margin NADP − LDP grows with N at ε = {one:g}",
+            [margin(count, one) for count in sizes],
+            named,
+            runs=_OF_MARGINS,
+        )
         for one in epsilons
     ]
+    checks += _over_clients(results, sizes, epsilons[-1], data)
     falling = [f"ε = {one:g}" for one in epsilons]
     checks += [
-        rising(f"the margin grows as ε falls at N = {count}", [margin(count, one) for one in epsilons], falling)
+        rising(
+            f"the margin grows as ε falls at N = {count}",
+            [margin(count, one) for one in epsilons],
+            falling,
+            runs=_OF_MARGINS,
+        )
         for count in sizes
         if quick or count != 50 or margin(count, epsilons[0])
     ]
@@ -179,6 +195,23 @@ def _table1_checks(
     claim = f"exact accounting is at least as accurate as the paper's (up to {_T1['chance']} points of chance)"
     exact = compared(claim, there, lambda gain: gain >= -_T1["chance"], form="{:+.1f}")
     return [*checks, replace(exact, ours=True)]
+
+
+_OF_MARGINS = 4
+"""Runs in the difference of two margins."""
+
+
+def _over_clients(results: Results, sizes: Sequence[int], epsilon: float, data: str) -> Iterator[Check]:
+    """The paper's claim: with many clients NADP is almost as accurate as with few, while LDP's accuracy drops."""
+    few, many = (sizes[0], sizes[-1])
+    fall = {
+        label: difference(*(numbers(results, cell(data, count, label, epsilon)) for count in (few, many)))
+        for label in ("nadp", "ldp")
+    }
+    where = f"from N = {few} to {many} at ε = {epsilon:g}"
+    claim = f"NADP loses at most {_T1['almost']:g} points {where}"
+    yield above(claim, fall["nadp"], _T1["almost"], below=True)
+    yield above(f"LDP loses more than NADP {where}", difference(fall["ldp"], fall["nadp"]))
 
 
 def _proven_epsilons(results: Results, sizes: Sequence[int], epsilons: Sequence[float]) -> Iterator[str]:
@@ -279,7 +312,7 @@ def _table2_claims(grown: _Grown) -> Iterator[Check]:
     held = None if ldp is None or nadp is None else nadp - ldp >= _T2["apart"]
     seen = "" if ldp is None or nadp is None else f"n^{nadp:.2f} and n^{ldp:.2f}"
     yield Check("NADP's client works n times as long as LDP's: its time grows with n, LDP's does not", held, seen)
-    for what in ("client seconds", "server seconds", "client bytes", "server bytes"):
+    for what in ("client seconds", "server seconds", "client bytes", "server bytes", "server state"):
         over = ratio(grown.cost(SECAGG, what), grown.cost("nadp", what))
         claim = f"NADP costs less than secure aggregation: {_T2['names'][what]}"
         yield Check(claim, None if over is None else over > 1, "" if over is None else f"SA / NADP = {over:.2f}")
@@ -318,6 +351,7 @@ def _fig3_report(results: Results, quick: bool) -> Report:
         for rate in rates
     }
     rows, checks = [], [trained(plain)]
+    meets: dict[str, float] = {}
     for clients in form["clients"]:
         margins = []
         for rate in rates:
@@ -327,12 +361,18 @@ def _fig3_report(results: Results, quick: bool) -> Report:
             margins.append(gap)
             shares = [short(one, "{:.4f}") for one in noise]
             rows.append((str(clients), f"{rate:g}", *map(shown, ours), *shares, shown(gap, signed=True)))
+        gains = [mean(one) for one in margins]
+        if (place := _crossing(dict(zip(rates, gains, strict=True)))) is not None:
+            meets[f"N = {clients}"] = place
         named = [f"q = {rate:g}" for rate in rates]
         checks.append(rising(f"NADP gains on LDP with the sampling rate at N = {clients}", margins, named))
         if clients == 20:
             checks.append(above("LDP is ahead at N = 20, q = 0.1 (two clients)", margins[0], below=True))
         claim = f"NADP is ahead at N = {clients}, q = 0.5, beyond q_same = √(2/N) = {math.sqrt(2.0 / clients):.2f}"
         checks.append(above(claim, margins[-1]))
+    if len(form["clients"]) > 1:
+        claim = "the more clients there are, the lower the sampling rate from which on NADP is ahead"
+        checks.append(_in_order(claim, meets, rising=False))
     notes = [*_F3.notes(), *([form["note"]] if quick else [])]
     return _F3.report(rows, checks, quick=quick, notes=notes)
 
@@ -393,11 +433,14 @@ def _fig4_report(results: Results, quick: bool) -> Report:
         for rate in form["rates"]:
             ours = [shown(numbers(results, panel.cell(rate, label))) for label in sorted(labels)]
             rows.append((size, str(panel.clients), f"{panel.epsilon:g}", f"{rate:g}", *ours))
+        where = "" if panel.usual else f"{size} size, N = {panel.clients}, ε = {panel.epsilon:g}: "
         if panel.usual or panel.ran(results):
-            where = "" if panel.usual else f"{size} size, N = {panel.clients}, ε = {panel.epsilon:g}: "
             made = _fig4_checks(results, panel, form["rates"])
             checks += [replace(one, claim=f"{where}{one.claim}") for one in made]
-    checks += _crossings(results, [one for one in panels(quick) if one.ran(results)], form["rates"])
+        else:
+            checks.append(Check(f"{where}the same claims", None, "not run"))
+    if len(form["clients"]) > 1:
+        checks += _crossings(results, panels(quick), form["rates"])
     return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
 
 
@@ -406,12 +449,13 @@ def _fig4_checks(results: Results, panel: Drops, rates: Sequence[float]) -> list
     named = [f"rate {rate:g}" for rate in rates]
     falls = {label: difference(curve[0], curve[-1]) for label, curve in ours.items()}
     ahead = [difference(one, other) for one, other in zip(ours["nadp-1.0"], ours["ldp"], strict=True)]
+    dearest = [difference(one, other) for one, other in zip(ours["nadp-1.0"], ours["nadp-1.4"], strict=True)]
     dearer = {
         where: gain
         for where, one, other in zip(named, ours["nadp-1.4"], ours["nadp-1.0"], strict=True)
         if (gain := mean(difference(one, other))) is not None
     }
-    most, chance = _F4["most"], _F4["chance"]
+    most, chance, slight = _F4["most"], _F4["chance"], _F4["slight"]
     claim = f"a larger λ is no more accurate (up to {chance:g} point of chance)"
     return [
         trained({name: mean(one) for name, one in zip(named, ours["fedavg"], strict=True)}),
@@ -423,6 +467,17 @@ def _fig4_checks(results: Results, panel: Drops, rates: Sequence[float]) -> list
         above("dropouts cost NADP more than LDP", difference(falls["nadp-1.0"], falls["ldp"])),
         above("NADP is ahead of LDP where few drop out", ahead[0]),
         above("NADP is behind LDP where half drop out", ahead[-1], below=True),
+        above(
+            f"NADP is at most {slight:g} points behind LDP where half drop out (the paper: slightly)",
+            ahead[-1],
+            -slight,
+        ),
+        all_above(
+            f"λ = 1.4 costs at most {slight:g} points (the paper: quite limited)",
+            dict(zip(named, dearest, strict=True)),
+            slight,
+            below=True,
+        ),
         compared(claim, dearer, lambda gain: gain <= chance, form="{:+.1f}"),
     ]
 
@@ -432,39 +487,42 @@ def _crossings(results: Results, found: Sequence[Drops], rates: Sequence[float])
     for whole, epsilon in sorted({(one.whole, one.epsilon) for one in found}):
         places: dict[str, float] = {}
         for panel in (one for one in found if (one.whole, one.epsilon) == (whole, epsilon)):
-            curves = (
-                {rate: mean_of(results, panel.cell(rate, label)) for rate in rates} for label in ("nadp-1.0", "ldp")
+            ours, theirs = (
+                [mean_of(results, panel.cell(rate, label)) for rate in rates] for label in ("ldp", "nadp-1.0")
             )
-            place = _crossing(*curves)
-            if place is not None:
+            behind = [None if a is None or b is None else a - b for a, b in zip(ours, theirs, strict=True)]
+            if (place := _crossing(dict(zip(rates, behind, strict=True)))) is not None:
                 places[f"N = {panel.clients}"] = place
         size = "the paper's" if whole else "reduced"
         claim = f"{size} size, ε = {epsilon:g}: LDP overtakes NADP at a higher dropout rate the more clients there are"
-        seen = ", ".join(f"{name}: {place:.2f}" for name, place in places.items())
-        held = None if len(places) < 2 else all(one < other for one, other in itertools.pairwise(places.values()))
-        yield Check(claim, held, seen)
+        yield _in_order(claim, places, rising=True)
 
 
-def _crossing(ours: Mapping[float, float | None], theirs: Mapping[float, float | None]) -> float | None:
-    """Where one curve falls below another, between two of their places; beyond the last where it does not."""
-    ahead = {
-        place: one - other
-        for (place, one), other in zip(ours.items(), theirs.values(), strict=True)
-        if one is not None and other is not None
-    }
-    if len(ahead) < len(ours):
+def _in_order(claim: str, places: Mapping[str, float], *, rising: bool) -> Check:
+    """Whether crossings move one way; two that lie beyond all that was tried tell nothing of each other."""
+    seen = ", ".join(f"{name}: {place:.2f}" for name, place in places.items())
+    steps = [(other - one) if rising else (one - other) for one, other in itertools.pairwise(places.values())]
+    if any(step < 0 for step in steps):
+        return Check(claim, False, seen)
+    return Check(claim, True if steps and all(step > 0 for step in steps) else None, seen)
+
+
+def _crossing(gains: Mapping[float, float | None]) -> float | None:
+    """Where a gain turns positive, between two of its places: 0 if it is from the first on, infinity if never."""
+    there = {place: gain for place, gain in gains.items() if gain is not None}
+    if len(there) < len(gains):
         return None
-    for (place, one), (later, other) in itertools.pairwise(ahead.items()):
-        if one > 0 >= other:
+    for (place, one), (later, other) in itertools.pairwise(there.items()):
+        if one <= 0 < other:
             return place + (later - place) * one / (one - other)
-    return math.inf if ahead[max(ahead)] > 0 else 0.0
+    return 0.0 if there[min(there)] > 0 else math.inf
 
 
 # Table 4: DLG and iDLG under collusion. A cell records a run; its rows are what coalitions of different sizes see.
 
 FEDAVG, LDP, BOTH, ROUNDS = "fedavg", "ldp", "nadp", "nadp-rounds"
 ALL, SHARPEST = "nadp-all", "nadp-sharpest"
-CHANCE = "chance"
+CHANCE, UNNAMED = "chance", "unnamed"
 ATTACKS = ("dlg", "idlg")
 STRONGER = "inverting"
 MOST = 0.9
@@ -712,6 +770,11 @@ def _lines(rows: _Rows) -> Iterator[tuple[str, ...]]:
         for size in sorted(form["sizes"], key=lambda one: one != form["fitted"]):
             for row in (LDP, ALL, SHARPEST, *rows.coalitions):
                 yield _line(rows, data, size, row)
+    if not rows.quick:
+        for row in _T4["printed_rows"]:
+            theirs = (printed_attack(UNNAMED, row, what) for what in _MEASURES)
+            told = (f"{_pair(one or ())} / {EMPTY}" for one in theirs)
+            yield (f"{UNNAMED} in the paper", EMPTY, name_of(row), EMPTY, EMPTY, EMPTY, *told, EMPTY)
 
 
 def _line(rows: _Rows, data: str, size: int | None, row: str) -> tuple[str, ...]:
@@ -781,7 +844,7 @@ def _checks(rows: _Rows) -> Iterator[Check]:
             theirs = printed_attack(data, LDP, "mse")
             ours = min(rows.listed(data, 1, LDP, f"{attack} mse"), default=None)
             best[f"{data} {attack}"] = ratio(ours, None if theirs is None else theirs[ATTACKS.index(attack)])
-        yield compared(claim, best, lambda one: one <= _ALIKE)
+        yield replace(compared(claim, best, lambda one: one <= _ALIKE), ours=True)
 
 
 def _falls(rows: _Rows) -> Check:

@@ -33,18 +33,23 @@ How to read it. The verdict is counted from figures, not chosen:
 - **holds**: the claims held, and no number here stands beside a printed one.
 - **refuted**, **refuted in part**: claims, or some of them, did not hold here. Networks, data and sizes often differ
   from the paper's; the entry's page says how.
-- **not decidable**: no claim could be judged, or all held while what they stand on did not: an attack that does not
-  work without protection, a model that does not train.
+- **not decidable**: no claim could be judged, or those that held stand on something that did not: an attack that does
+  not work without protection, a model that does not train. What does not hold is refuted all the same.
 
 Claims are the paper's, judged by its own attacks and by attackers who know the scheme. What we claim besides stands on
 the entries' pages, marked as ours, and decides nothing here. Of two accuracies one is higher where the difference lies
 outside its 95 % interval over seeds; with one seed, where it is more than {POINTS:g} points. What lies closer is open.
+Where a claim names a bound (at least ten times, at most 3 points), the bound is ours, put where the paper has a word
+or a printed figure.
 
-"So far": other claims are open, since their cells were not run or their seeds do not tell; which are next, those that
-decide a verdict first, is told by `fedveil reproduce plan --list --out docs/results`. "Small": the quick form, on other
-data, which shows directions only. A dash in the paper's column: it prints no such number. "cpu": two cores of an AMD
-EPYC. One seed, unless figures carry a ± (a standard error) or the command says otherwise. How settings were chosen, and
-what was looked at before: [results](results/README.md).
+"So far": other claims are open, since their cells were not run or their seeds do not tell. An entry has up to three
+sizes: "small" (`--quick`, on other data: directions only), the usual one, and the whole table (`--full`); how many
+cells of each are here stands in the last column, and what is run next, what helps most to decide a verdict first, is
+told by `fedveil reproduce plan --list --out docs/results`. "As received": by a client that uses the model as it was
+sent; "noise taken off": by one that first estimates the noise on the last layer and subtracts it. Figures of rebuilt
+pictures are PSNR in decibels. A dash in the paper's column: it prints no such number. "cpu": two cores of an AMD EPYC.
+One seed, unless figures carry a ± (a standard error) or the command says otherwise. How settings were chosen, and what
+was looked at before: [results](results/README.md).
 """
 _CLAIMS: Mapping[str, tuple[str, Sequence[Entry], str, str]] = {
     "nadp": (
@@ -182,7 +187,7 @@ def _figures(figures: Sequence[Figure]) -> tuple[str, str]:
 
 def _why(report: Report) -> str:
     """How many claims held; which did not, or which do; which numbers were missed; and how many claims are open."""
-    judged = [one for one in report.claims if one.held is not None]
+    judged = report.judged
     told = [f"{sum(one.held is True for one in judged)} of {len(judged)} judged claims held"]
     reasons = list(report.reasons)
     held = [one.claim for one in judged if one.held]

@@ -23,8 +23,8 @@ POINTS, SHARE = 2.0, 0.1
 class Check:
     """One claim of a paper: whether it held here (None: cells are missing), and what was seen.
 
-    A `premise` is what a claim stands on, such as that an attack works without protection: where it holds, nothing of
-    the paper is reproduced yet. One of `ours` stands beside the paper's, of which it decides nothing.
+    A `premise` is what claims of its `topic` stand on, such as that an attack works without protection: where it holds,
+    nothing of the paper is reproduced yet. One of `ours` stands beside the paper's, of which it decides nothing.
     """
 
     claim: str
@@ -32,6 +32,7 @@ class Check:
     seen: str = ""
     premise: bool = False
     ours: bool = False
+    topic: str = ""
 
     @property
     def sign(self) -> str:
@@ -97,16 +98,20 @@ class Report:
         return tuple(one for one in self.checks if not (one.premise or one.ours))
 
     @property
+    def judged(self) -> tuple[Check, ...]:
+        """The claims that are settled: those that did not hold, and those that did where what they stand on holds."""
+        broken = {one.topic for one in self.checks if one.premise and one.held is False}
+        return tuple(one for one in self.claims if one.held is False or (one.held is True and one.topic not in broken))
+
+    @property
     def word(self) -> str:
         """What the settled claims amount to: one of `WORDS`.
 
         Two curves that agree at another accuracy than the paper's hold what it claims of them and do not reproduce it:
-        that takes its numbers too. Where what they stand on does not hold, nothing follows from claims that all hold;
-        one that does not hold is refuted all the same.
+        that takes its numbers too.
         """
-        settled = [one.held for one in self.claims if one.held is not None]
-        unfounded = any(one.held is False for one in self.checks if one.premise)
-        if not settled or (all(settled) and unfounded):
+        settled = [one.held for one in self.judged]
+        if not settled:
             return UNDECIDED
         if not all(settled):
             return IN_PART if any(settled) else REFUTED
@@ -117,13 +122,13 @@ class Report:
     @property
     def standing(self) -> str:
         """The word, which is one "so far" where claims are open."""
-        waiting = any(one.held is None for one in self.claims)
+        waiting = len(self.judged) < len(self.claims)
         return f"so far {self.word}" if waiting and self.word != UNDECIDED else self.word
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the word is what it is; open claims are named, not counted."""
-        waiting = sum(one.held is None for one in self.claims)
+        waiting = len(self.claims) - len(self.judged)
         failed = [one for one in self.checks if one.held is False and not one.ours]
         told = [f"{'what it stands on ' * one.premise}did not hold: {one.claim}" for one in failed]
         if self.word == UNDECIDED and not failed:
@@ -203,11 +208,14 @@ def trained(found: Mapping[str, float | None]) -> Check:
 _CONFIDENCE = 0.95
 
 
-def decided(values: Mapping[int, float], bound: float = 0.0, *, leeway: float | None = None) -> bool | None:
+def decided(
+    values: Mapping[int, float], bound: float = 0.0, *, leeway: float | None = None, runs: int = 2
+) -> bool | None:
     """Whether a figure, by seed, lies above a bound; None where the seeds cannot tell.
 
     The mean has to lie outside its 95 % interval around the bound (Student's t over seeds); one seed does not tell what
-    it varies by, and has to be `POINTS` away. Where figures are no accuracies, `leeway` takes the interval's place.
+    it varies by, and has to be `POINTS` away for the difference of two `runs`, as many times that as there are pairs of
+    them in the figure. Where figures are no accuracies, `leeway` takes the interval's place.
     """
     from scipy.stats import t
 
@@ -215,7 +223,7 @@ def decided(values: Mapping[int, float], bound: float = 0.0, *, leeway: float | 
     if centre is None:
         return None
     if leeway is None:
-        leeway = POINTS if error is None else error * float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
+        leeway = POINTS * runs / 2 if error is None else error * float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
     return None if abs(centre - bound) <= leeway else centre > bound
 
 
@@ -228,6 +236,27 @@ def above(claim: str, values: Mapping[int, float], bound: float = 0.0, *, below:
     return Check(claim, None if found is None else found != below, seen)
 
 
+def all_above(
+    claim: str, values: Mapping[str, Mapping[int, float]], bound: float = 0.0, *, below: bool = False
+) -> Check:
+    """Whether every one of several figures lies above a bound, or below it; one that surely does not decides."""
+    each = [decided(one, bound) for one in values.values()]
+    seen = ", ".join(f"{name}: {shown(one, signed=True)}" for name, one in values.items() if one)
+    if below in each:
+        return Check(claim, False, seen)
+    return Check(claim, None if None in each or not each else True, seen)
+
+
+def within(claim: str, values: Mapping[int, float], points: float, *, premise: bool = False, topic: str = "") -> Check:
+    """Whether a difference is at most so many points, either way; open where its seeds cannot tell."""
+    low, high = decided(values, -points), decided(values, points)
+    held = False if low is False or high is True else None if low is None or high is None else True
+    seen = shown(values, signed=True) if values else "not run"
+    if values and held is None:
+        seen += f", {len(values)} seed{'s' * (len(values) != 1)}: too few to tell"
+    return Check(claim, held, seen, premise=premise, topic=topic)
+
+
 def rising(
     claim: str,
     values: Sequence[Mapping[int, float]],
@@ -236,8 +265,11 @@ def rising(
     unit: str = "",
     signed: bool = True,
     leeway: float | None = None,
+    runs: int = 2,
 ) -> Check:
     """Whether figures, each by seed, grow from the first to the last, and no step of theirs goes down.
+
+    A step is the difference of so many `runs`.
 
     Steps down are named. What the seeds cannot tell (`decided`) decides nothing; fewer than two figures leave it open.
     """
@@ -248,11 +280,11 @@ def rising(
     down = [
         f"{a} → {b} ({shown(difference(other, one), signed=True)}{unit})"
         for (a, one), (b, other) in itertools.pairwise(there)
-        if decided(difference(other, one), leeway=leeway) is False
+        if decided(difference(other, one), leeway=leeway, runs=runs) is False
     ]
     if down:
         return Check(claim, False, f"{seen}; not from {', '.join(down)}")
-    return Check(claim, decided(difference(there[-1][1], there[0][1]), leeway=leeway), seen)
+    return Check(claim, decided(difference(there[-1][1], there[0][1]), leeway=leeway, runs=runs), seen)
 
 
 def short(value: float | None, form: str = "{:.3g}") -> str:

@@ -365,8 +365,11 @@ def stored_result(folder: Path, entry: Entry, *, quick: bool) -> Stored | None:
     if not store.path.exists():
         return None
     results = store.results()
-    usual = [cell.name for cell in entry.cells(quick) if cell.usual]
+    every = entry.cells(quick)
+    usual = [cell.name for cell in every if cell.usual]
     there = f"{sum(name in results for name in usual)} of {len(usual)} cells"
+    if len(every) > len(usual):
+        there += f", {sum(cell.name in results for cell in every)} of the whole {len(every)}"
     seeds = max(map(len, results.values()), default=1)
     return Stored(entry, quick, entry.report(results, quick), store.path, _machine(results), store.noted, there, seeds)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from papers import Cell, Options, curious, find, lossless, reproduce
+from papers.attacks import interval
 from papers.cells import Figures
 
 ENTRY, TABLE = find("lossless-fig5"), lossless._F5
@@ -48,7 +49,9 @@ def test_a_client_that_aligns_rebuilds_what_a_veil_hides_from_one_that_does_not(
         assert max(psnr(one, curious.RECEIVED)) < min(psnr(one, "mean picture"))
         assert min(psnr(one, curious.ALIGNED)) > 35
     judged = {check.claim: check.held for check in report.checks if "of two clients" in check.claim}
-    assert list(judged.values()) == [True, False, False]
+    as_sent, aligned = ([one for how, one in judged.items() if words in how] for words in ("taken as", "aligned"))
+    assert as_sent[::2] == [True, True]
+    assert aligned == [False, False]
     assert (tmp_path / "lossless-fig5-quick.png").exists()
 
 
@@ -67,10 +70,17 @@ def test_nothing_is_claimed_where_plain_averaging_gives_nothing_away(
         curious.cell_name("digits", "fedavg"): figures(plain, {}),
         curious.cell_name("digits", "lossless"): figures(4.0, {"aligned": aligned}),
     }
-    premise, claim, missing = curious.checks(TABLE, results, True)
+    noise = interval([3.0, 3.1])
+    premise, as_sent, claim, level, *missing = curious.checks(TABLE, results, True, beside=noise)
     assert (premise.held, claim.held) == held
     assert premise.premise
-    assert missing.held is None
+    assert as_sent.held is (True if held[0] else None)
+    assert level.held is True
+    assert {one.held for one in missing} == {None}
+    *_, high = list(curious.checks(TABLE, results, True, beside=interval([0.5, 0.6])))[:4]
+    assert high.held is False
+    *_, unknown = list(curious.checks(TABLE, results, True, beside=None))[:4]
+    assert unknown.held is None
 
 
 def test_cells_take_two_clients_with_a_picture_each() -> None:

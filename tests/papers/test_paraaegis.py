@@ -66,8 +66,12 @@ def test_the_papers_printed_ratios_are_those_of_its_accuracies_and_seconds() -> 
 def test_the_papers_own_figures_meet_every_claim(partition: str) -> None:
     figures = papers_own(partition) | papers_own("iid")
     judged = [one for one in report(figures).checks if "serial is the least accurate" not in one.claim]
-    assert len(judged) == (8 if partition == "iid" else 16)
-    assert [one.claim for one in judged if one.held is not True] == []
+    # With the other partitions, which were not run.
+    assert len(judged) == (14 + 2 if partition == "iid" else 28 + 1)
+    assert [one.claim for one in judged if one.held is False] == []
+    # One seed cannot tell 1.5 or 1.7 points, by which the shrinking share is ahead.
+    near = {"dynamic 10 % × 0.99 is more accurate than static 5 %", "the same claims"}
+    assert {one.claim.partition(": ")[2] for one in judged if one.held is None} == near
 
 
 def test_serial_is_least_accurate_by_the_papers_figures_where_it_was_trained_by_itself() -> None:
@@ -110,13 +114,9 @@ def test_a_row_that_was_not_trained_shows_its_twins_training_and_says_so() -> No
     ("row", "accuracy", "claim", "words"),
     [
         ("r5", 60.0, "accuracy grows with r", "not from 1 % → 5 % (-7.8 %)"),
-        ("ckks-fedavg", 70.0, "accuracy grows with r", "not from 20 % → 100 % (CKKS-FedAvg) (-7.5 %)"),
-        (
-            "r10-x0.99",
-            80.0,
-            "between static 5 % and 10 % in accuracy",
-            "static 5 %: 73.0, dynamic: 80.0, static 10 %: 75.6",
-        ),
+        ("ckks-fedavg", 70.0, "CKKS-FedAvg (r = 100 %) is more accurate than any r between", "20 %: -7.5"),
+        ("dp-fedavg", 72.0, "DP-FedAvg (r = 0) is less accurate than any r between", "1 %: +4.2"),
+        ("r10-x0.99", 70.0, "dynamic 10 % × 0.99 is more accurate than static 5 %", "-3.0"),
         ("serial", 19.9, "serial is the least accurate", SAME_NOISE),
         ("r1", 5.0, "serial is the least accurate", "below serial: r1"),
         ("stevens", 70.0, "more accurate than Stevens", "-2.2"),
@@ -127,14 +127,14 @@ def test_a_claim_that_fails_says_where_and_why(row: str, accuracy: float, claim:
     figures[BENCH.cell("iid", row)] = run(accuracy)
     failed = [one for one in report(figures).checks if one.held is False]
     assert any(claim in one.claim and words in one.seen for one in failed)
-    assert report(figures).verdict.startswith("refuted in part")
+    assert report(figures).word == "refuted in part"
 
 
 def test_a_claim_of_ours_that_fails_refutes_nothing_of_the_papers() -> None:
     figures = papers_own()
     figures[BENCH.cell("iid", "pads100")] = run(70.0)
     found = report(figures)
-    (ours,) = (one for one in found.checks if one.ours)
+    (ours,) = (one for one in found.checks if one.ours and "pads" in one.claim)
     assert (str(ours).partition("ours: ")[2][:14], ours.held, ours.seen[:15]) == (
         "imagenette IID",
         False,
@@ -163,10 +163,10 @@ def test_chance_is_granted_where_something_is_to_lie_between() -> None:
 
 def test_time_that_does_not_grow_is_explained_by_the_vote() -> None:
     figures = papers_own()
-    figures[BENCH.cost("r20")] = {1: {"protection": 400.0, "counting_seconds": 300.0}}
+    figures[BENCH.cost("r1")] = {1: {"protection": 100.0, "counting_seconds": 80.0}}
     text = seen(figures, "time grows with r")
-    assert "not from 20 % → 100 %" in text
-    assert "counting votes alone takes, of a round: ParaAegis 20 % 300.0 s" in text
+    assert "not from 1 % → 5 %" in text
+    assert "counting votes alone takes, of a round: ParaAegis 1 % 80.0 s" in text
     assert "counting" not in seen(papers_own(), "time grows with r")
 
 
@@ -231,19 +231,24 @@ def test_only_what_was_trained_on_is_shown_and_judged() -> None:
     assert {row[0].split()[0] for row in report(figures).rows} == {"cifar10"}
     assert {one.claim.split(":")[0] for one in report(figures).checks} == {"cifar10 IID"}
     both = report(papers_own() | {other.cell("dirichlet-1", "r10"): run(50.0)})
-    assert {one.claim.split(":")[0] for one in both.checks} == {"imagenette IID", "cifar10 Dir(1)"}
+    judged = [one for one in both.checks if not one.claim.endswith("the same claims")]
+    assert {one.claim.split(":")[0] for one in judged} == {"imagenette IID", "cifar10 Dir(1)"}
     strategies = TABLE2.report({"cifar10/max": run(50.0, rounds=20)}, False)
     assert [row[0] for row in strategies.rows] == ["cifar10"] * 3
 
 
-@pytest.mark.parametrize(("worst", "expected"), [(53.0, True), (55.0, False)])
-def test_the_strategies_are_judged_by_the_better_of_the_other_two(worst: float, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("worst", "expected"), [(15.8, (True, True)), (29.0, (True, None)), (53.0, (True, False)), (55.0, (False, False))]
+)
+def test_the_strategies_are_judged_by_the_better_of_the_other_two(
+    worst: float, expected: tuple[bool | None, ...]
+) -> None:
     figures = {
         f"{BENCH.name}/{name}": run(one, rounds=20)
         for name, one in {"max": 63.64, "min": 12.4, "random": worst}.items()
     }
     found = TABLE2.report(figures, False)
-    assert [one.held for one in found.checks] == [expected]
+    assert tuple(one.held for one in found.checks) == expected
     assert found.rows[0] == ("imagenette", "max (the scheme)", "63.6 / 63.6")
     figures[f"{BENCH.name}/min"] = run(12.4, rounds=13)
     unfinished = TABLE2.report(figures, False)
