@@ -113,7 +113,7 @@ def _check_backward(job: Job) -> float:
             f"The model cannot be trained: a backward pass over two samples fails with {type(reason).__name__} "
             f"({' '.join(str(reason).split())[:300]}). Mend the model; nothing was sent or written."
         ) from reason
-    _check_alone(job, module, x[:1])
+    _check_alone(job, x[:1])
     if moving and all(grad is None for grad in grads):
         raise ConfigError(
             "The model cannot be trained: the loss depends on none of its parameters (detach, no_grad or a rounding "
@@ -122,14 +122,14 @@ def _check_backward(job: Job) -> float:
     return sum(sizes.values()) / 2
 
 
-def _check_alone(job: Job, module: torch.nn.Module, x: Tensor) -> None:
+def _check_alone(job: Job, x: Tensor) -> None:
     """Where samples are clipped one by one, a network has to take one by itself."""
     work = job.scheme.work
     if work.clip is None or work.local_training != (None, None):
         return
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            module(x)
+            assemble(job.architecture, job.weights)(x)
     except FedVeilError:
         raise
     except Exception as reason:
