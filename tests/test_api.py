@@ -19,6 +19,7 @@ import fedveil
 from fedveil.downlink import Rescaling
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, NumericError, TraceError
 from fedveil.protocol.parts import Scheme
+from fedveil.runs.session import resume
 from fedveil.schemes import Setting
 from fedveil.uplink.plain import Bare
 from fedveil.work import Batches, CrossEntropy, Gradients, Schedule
@@ -500,6 +501,9 @@ def test_samples_that_cannot_be_read_are_refused_in_our_words(
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "Head noise"),
         ({"loss": nn.functional.cross_entropy}, "Head noise"),
         ({"scheme": 3}, "a scheme is a function"),
+        ({"loss": nn.CrossEntropyLoss}, r"is a class: give an object of it, CrossEntropyLoss\("),
+        ({"callbacks": print}, "callbacks is builtin_function_or_method: give a list of them"),
+        ({"out": 3}, "out is int: give the path of a folder"),
     ],
 )
 def test_objects_of_pytorch_that_cannot_be_used_are_refused_in_our_words(
@@ -515,6 +519,22 @@ def test_objects_of_pytorch_that_say_what_a_setting_says_are_taken() -> None:
     given = {"loss": nn.CrossEntropyLoss(), "device": torch.device("cpu"), "dtype": torch.float64}
     done = fedveil.train(net(), separable(2), scheme="fedavg", rounds=1, progress=False, **given)
     assert (done.summary["loss"], done.summary["dtype"]) == ("cross-entropy", "float64")
+
+
+def test_lists_of_python_are_what_words_with_commas_are() -> None:
+    pictures = [(torch.rand(6, 1, 6, 6), torch.arange(6) % 2) for _ in range(2)]
+    network = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    given = {"scheme": "fedavg", "rounds": 4, "seed": 1, "progress": False, "lr_schedule": "step"}
+    words = fedveil.train(network, pictures, lr_steps="0.25,0.5", augment="crop:1,flip", **given)
+    lists = fedveil.train(network, pictures, lr_steps=[0.25, 0.5], augment=["crop:1", "flip"], **given)
+    for ours, theirs in zip(lists.model.parameters(), words.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_run_of_python_is_not_gone_on_with_by_a_command(tmp_path: Path) -> None:
+    fedveil.train(Own(), separable(), out=tmp_path / "run", **QUICK)
+    with pytest.raises(ConfigError, match=r"begun in Python.*fedveil\.train\(…, out=.*, resume=True\)"):
+        resume(tmp_path / "run", quiet=True)
 
 
 def halved(round: int, rounds: int) -> float:

@@ -153,6 +153,10 @@ def train(
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is {type(callbacks).__name__}: give a list of them, also of one.")
+    if out is not None and not isinstance(out, str | Path):
+        raise ConfigError(f"out is {type(out).__name__}: give the path of a folder.")
     callbacks = (*_tracked(tensorboard, mlflow, wandb, out), *callbacks)
     job, info = job_of_objects(
         model,

@@ -36,8 +36,6 @@ from fedveil.plain import (
 OBJECT = "python:"
 """How a setting begins that was given as an object from Python: no file or command can stand for it."""
 
-_LARGEST_SEED = (1 << 63) - 1
-
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
 _HIDDEN, _LIMITS, _MACHINE, _AUDIT, _BAD = "Hidden share", "Clients' own limits", "Machine", "Audit", "Bad uploads"
 PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _MACHINE, _AUDIT)
@@ -63,7 +61,6 @@ _BELONGS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "client_beta2": ("client_optimiser", ("adam",)),
     "client_tau": ("client_optimiser", ("adam",)),
 }
-
 
 _option = functools.partial(declare, of_scheme=True)
 _later = functools.partial(_option, _PRIVACY, before=None)
@@ -99,7 +96,7 @@ class RunConfig:
     seed: int | None = declare(
         _MACHINE,
         "Reproducible run; its secrets are simulated.",
-        check=(lambda value: 0 <= value <= _LARGEST_SEED, "must lie between 0 and 2^63 − 1"),
+        check=(lambda value: 0 <= value < 1 << 63, "must lie between 0 and 2^63 − 1"),
     )
     secrets: str | None = declare(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
 
@@ -174,7 +171,7 @@ class RunConfig:
         shown="none",
         check=BELOW_ONE,
     )
-    lr_steps: str | None = _recipe("step: after which shares of the rounds.", shown="0.5,0.75", check=SHARES)
+    lr_steps: str | None = _recipe("step: after which shares of rounds.", shown="0.5,0.75", check=SHARES, listed=True)
     lr_drop: float | None = _recipe("step: the factor each time, up to 1.", shown="0.1", check=SHARE)
     lr_power: float | None = _recipe("polynomial: the power.", shown="1", check=POSITIVE)
     momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=BELOW_ONE)
@@ -196,7 +193,7 @@ class RunConfig:
     loss: str | None = declare(
         _TRAIN,
         "square, cross-entropy or binary-cross-entropy.",
-        shown="square with head noise, which needs it; else cross-entropy for classes, binary for several labels",
+        shown="square where there can be head noise; else cross-entropy for classes, binary for several labels",
         choices=("square", "cross-entropy", "binary-cross-entropy"),
     )
     target_scale: float = declare(_TRAIN, "Square loss: the true class's target M.", 1.0)
@@ -516,8 +513,12 @@ class RunConfig:
         shapes_run=False,
         before=None,
     )
-    checkpoint_every: int = declare(
-        _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=NOT_NEGATIVE, shapes_run=False
+    checkpoint_every: int | None = declare(
+        _MACHINE,
+        "Rounds between checkpoints; 0: never. A run that is stopped leaves one in any case.",
+        shown="10; 1 where every round costs ε",
+        check=NOT_NEGATIVE,
+        shapes_run=False,
     )
     evaluate_every: int = declare(
         _MACHINE, "Rounds between evaluations; 0: at the end.", 1, check=NOT_NEGATIVE, shapes_run=False
@@ -543,7 +544,7 @@ class RunConfig:
             if setting.metadata.get("listed"):
                 list_of(value, setting.name)
             if check is not None and not check[0](value):
-                raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
+                raise ConfigError(f"{setting.name} {check[1]} (got {value!r}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
                 if setting.name in ("loss", "lr_schedule") and value.startswith(OBJECT):
                     continue
@@ -564,13 +565,13 @@ class RunConfig:
                     "among the scheme's options."
                 )
         for name in ("record_rounds", "record_clients"):
-            given = getattr(self, name)
-            if given is not None and not self.record:
+            if (given := getattr(self, name)) is None:
+                continue
+            if not self.record:
                 raise ConfigError(
                     f"{name} says what to record, but nothing is recorded: set record ({spelled('record', True)}) too."
                 )
-            if given is not None:
-                numbers_of(given, name)
+            numbers_of(given, name)
         if None not in (self.epsilon, self.epsilon_per_client):
             raise ConfigError("Give epsilon, or epsilon_per_client, not both.")
         if self.sigma_own is not None or self.sigma_pair is not None:
@@ -622,9 +623,8 @@ class RunConfig:
     def unsaid(self) -> dict[str, str]:
         """Defaults that are stored as if they had been said: where they are missing, what was before them is meant."""
         left = {self.calibration, self.sigma_own, self.sigma_pair} == {None}
-        return (
-            {"calibration": "equations"} if left and self.scheme in _FIELDS["calibration"].metadata["before_of"] else {}
-        )
+        told = left and self.scheme in _FIELDS["calibration"].metadata["before_of"]
+        return {"calibration": "equations"} if told else {}
 
     def to_toml(self) -> str:
         """The configuration as a TOML document; settings left to defaults of others are omitted."""

@@ -22,6 +22,8 @@ from fedveil.errors import CheckpointError, ConfigError
 ModelOption = int | float | str | bool
 T = TypeVar("T")
 LARGEST_WHOLE = 1 << 63
+IN_PYTHON = "python"
+"""What stands for the data set of a run whose samples were handed over in Python."""
 _MOST_DIGITS = 7
 _AUGMENTING = re.compile(r"(crop|flip|cutout)(?::(\d{1,4}))?")
 

@@ -47,8 +47,8 @@ class Settings(TypedDict, total=False):
     warm_up: float | None
     """Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.
     (default: none)"""
-    lr_steps: str | None
-    """step: after which shares of the rounds. (default: 0.5,0.75)"""
+    lr_steps: str | Sequence[float] | None
+    """step: after which shares of rounds. (default: 0.5,0.75)"""
     lr_drop: float | None
     """step: the factor each time, up to 1. (default: 0.1)"""
     lr_power: float | None
@@ -70,8 +70,8 @@ class Settings(TypedDict, total=False):
     """Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8. (default: as
     they are)"""
     loss: Literal["square", "cross-entropy", "binary-cross-entropy"] | nn.Module | Objective | None
-    """square, cross-entropy or binary-cross-entropy. (default: square with head noise, which needs it; else
-    cross-entropy for classes, binary for several labels)"""
+    """square, cross-entropy or binary-cross-entropy. (default: square where there can be head noise; else cross-entropy
+    for classes, binary for several labels)"""
     target_scale: float
     """Square loss: the true class's target M. (default: 1)"""
     true_weight: float
@@ -285,8 +285,9 @@ class Settings(TypedDict, total=False):
     workers: int | None
     """Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.
     (default: one per core, where clients are many and it pays)"""
-    checkpoint_every: int
-    """Rounds between checkpoints; 0: never. (default: 10)"""
+    checkpoint_every: int | None
+    """Rounds between checkpoints; 0: never. A run that is stopped leaves one in any case. (default: 10; 1 where every
+    round costs ε)"""
     evaluate_every: int
     """Rounds between evaluations; 0: at the end. (default: 1)"""
     record: bool

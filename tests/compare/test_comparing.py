@@ -108,7 +108,7 @@ def test_finished_runs_are_kept_half_done_ones_go_on_and_a_failure_ends_no_other
     assert started(events) == ["pbpfl/seed-1", "pbpfl/seed-2", "fedavg/seed-2"]
     assert [one.state for one in done.standings] == ["failed", "failed", "kept", "finished"]
     assert (out / finished.folder / "summary.json").stat().st_mtime_ns == kept
-    assert first_rounds == {"fedavg": 2}  # the checkpoint before the interruption
+    assert first_rounds == {"fedavg": 3}  # the checkpoint that the interruption has left
     rows = (out / half.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["round"] for row in rows] == [1, 2, 3, 4]
     failed = done.failed[0]

@@ -452,5 +452,7 @@ def test_a_run_that_stops_early_keeps_what_it_has(tmp_path: Any) -> None:
     assert second.rows == []
     assert "over the privacy target" in second.stopped
     assert len(said) == 1
-    assert said[0].startswith(f"The run ends after 2 rounds: {second.stopped}. 1 rounds of it were done before")
+    assert said[0].startswith(
+        f"The run ends after 2 rounds: {second.stopped}. 1 round was begun before that no checkpoint holds"
+    )
     assert same_bits(state.weights.parameters, before)

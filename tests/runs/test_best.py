@@ -94,6 +94,8 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(tmp_path: Path)
         ({"evaluate_every": 0}, "set evaluate_every"),
         ({"scheme": "ldp", "monitor": "loss"}, "do not tell their training loss"),
         ({"early_stopping": 0}, "must be positive"),
+        ({"monitor": "test_auroc"}, r"no auroc \(of many classes it is taken at the end alone\); it has test_loss"),
+        ({"monitor": "test_r2"}, "an evaluated round of classification has no r2; it has test_loss, test_accuracy"),
     ],
 )
 def test_what_tells_no_best_round_is_refused_before_training(

@@ -62,9 +62,9 @@ def test_a_whole_run_is_told_in_order(tmp_path: Path) -> None:
 def test_an_interrupted_run_is_told_to_have_stopped_and_a_resumed_one_begins_where_it_stands(tmp_path: Path) -> None:
     first, second = Diary(), Diary()
     interrupted_run(SMALL, tmp_path / "run", at=3, follow=[first])
-    assert first.heard[-2:] == ["round 3", "stopped by KeyboardInterrupt"]
+    assert first.heard[-3:] == ["round 3", "kept 3", "stopped by KeyboardInterrupt"]
     session.resume(tmp_path / "run", quiet=True, follow=[second])
-    assert second.heard[:2] == ["begin after 2 of 5", "round 3"]
+    assert second.heard[:2] == ["begin after 3 of 5", "round 4"]
     assert second.heard[-1] == "end after 5"
 
 
@@ -72,7 +72,7 @@ def test_a_follower_that_raises_ends_the_run(tmp_path: Path) -> None:
     diary = Diary()
     with pytest.raises(KeyboardInterrupt):
         interrupted_run(SMALL, tmp_path / "run", at=1, follow=[diary], caught=False)
-    assert diary.heard == ["begin after 0 of 5", "round 1", "stopped by KeyboardInterrupt"]
+    assert diary.heard == ["begin after 0 of 5", "round 1", "kept 1", "stopped by KeyboardInterrupt"]
 
 
 class Everything(Callback):

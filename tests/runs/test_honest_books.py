@@ -165,6 +165,6 @@ def test_a_lost_checkpoint_under_a_privacy_target_says_that_this_is_why(tmp_path
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "summary.json").unlink()
     said: list[str] = []
-    with pytest.raises(ProtocolError, match=r"4 rounds of it were done before, and their checkpoint is not there"):
+    with pytest.raises(ProtocolError, match=r"4 rounds were begun before that no checkpoint holds"):
         session.resume(tmp_path / "run", quiet=True, say=said.append)
     assert said == ["The checkpoints of 4 rounds are gone: starting from the first round."]

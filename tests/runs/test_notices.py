@@ -27,6 +27,16 @@ Small = Callable[..., RunConfig]
 TINY = ("--clients", 3, "--rounds", 6, "--seed", 1, "-o", "depth=2", "-o", "width=8")
 
 
+def test_a_model_that_came_off_in_its_first_round_and_stays_there_is_told(tmp_path: Path, small: Small) -> None:
+    """The loss of the first round is as far out as those after it: ten times that of the first is never reached."""
+    settings = {"scheme": "fedavg", "local_steps": 2, "rounds": 2, "evaluate_every": 0, "loss": "cross-entropy"}
+    network = {"model_options": {"depth": 1}}
+    summary = session.run(small(**settings, **network, lr=1e4, momentum=0.0), tmp_path / "run", quiet=True)
+    rows = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1] < 10 * rows[0], "or the rule for a loss that grows would tell"
+    assert (summary["diverged"], summary["recovered"]) == (1, False)
+
+
 @pytest.mark.parametrize(("lr", "recovers"), [("0.3", None), ("2", False)])
 def test_a_run_that_diverges_says_so_when_it_happens_and_at_the_end(
     tmp_path: Path, lr: str, recovers: bool | None

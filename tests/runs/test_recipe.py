@@ -15,6 +15,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError
 from fedveil.protocol.messages import Request
 from fedveil.runs import session
+from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import agreed
 
 Small = Callable[..., RunConfig]
@@ -153,6 +154,15 @@ def test_the_clients_rate_leaves_the_schedule_to_the_server() -> None:
     common = agreed(config, clients=5, task="classification")
     assert common.scheme.work.schedule.at(9) == 0.3  # type: ignore[attr-defined]
     assert [common.optimiser.schedule.at(0), common.optimiser.schedule.at(5)] == pytest.approx([1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scheme": "fedavg"}, {"scheme": "fedavg", "local_steps": 2}, {"scheme": "lossless", "momentum": 0.9}]
+)
+def test_every_round_tells_its_learning_rate(settings: dict[str, Any], small: Small, tmp_path: Path) -> None:
+    recipe = {"lr": 0.2, "warm_up": 0.5, "lr_schedule": "step", "lr_steps": "0.75", "rounds": 4}
+    session.run(small(**{"momentum": 0.0, **settings, **recipe}), tmp_path / "run", quiet=True)
+    assert [row["lr"] for row in RunFolder(tmp_path / "run").metrics()] == pytest.approx([0.2 / 3, 0.4 / 3, 0.2, 0.02])
 
 
 @pytest.mark.parametrize("scheme", ["nadp", "cdp", "dp-fedavg"])

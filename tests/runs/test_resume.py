@@ -12,12 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from fedveil.config import RunConfig, as_before
+from fedveil.engine import LocalEngine
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.protocol.phases import Ask
 from fedveil.roles.client import ClientRole
+from fedveil.roles.server import Optimiser
 from fedveil.runs import loop as roles
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.model_file import load_model
+from interrupting import interrupted_run
 from shell import fedveil
 
 Interrupted = Callable[..., Path]
@@ -48,6 +52,52 @@ def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(
     folder = interrupted(tmp_path / "run", after=after)
     assert resume(folder) == (["No checkpoint yet: starting from the first round."] if after <= 3 else [])
     check_equal(folder, straight)
+
+
+@pytest.mark.parametrize("place", ["between two rounds", "while clients answer", "while the model moves"])
+def test_an_interrupted_run_goes_on_from_its_last_whole_round(
+    tmp_path: Path, small: Small, straight: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ctrl-C in the eighth round or right after it; checkpoints are due after rounds 3, 6 and 9."""
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    def asked(engine: LocalEngine, ask: Ask) -> Any:
+        return interrupted() if getattr(ask.common, "round", None) == 7 else gather(engine, ask)
+
+    def stepped(one: Optimiser, *given: Any, round: int) -> Any:
+        moved = step(one, *given, round=round)
+        if round == 7:
+            interrupted()  # its memory has moved, the model has not
+        return moved
+
+    gather, step = LocalEngine.gather, Optimiser.step
+    with monkeypatch.context() as patched:
+        if place == "between two rounds":
+            interrupted_run(small(), tmp_path / "run", at=8)
+        else:
+            of_model = place == "while the model moves"
+            patched.setattr(Optimiser, "step", stepped) if of_model else patched.setattr(LocalEngine, "gather", asked)
+            with pytest.raises(KeyboardInterrupt):
+                session.run(small(), tmp_path / "run", quiet=True)
+    last = {"between two rounds": 8, "while clients answer": 7, "while the model moves": 6}[place]
+    assert checkpoints(tmp_path / "run")[-1].name == f"round-{last:08d}.safetensors"
+    assert resume(tmp_path / "run") == []
+    check_equal(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_where_every_round_costs_epsilon_none_is_lost_to_a_killed_process(
+    tmp_path: Path, interrupted: Interrupted, after: int
+) -> None:
+    settings = {"scheme": "ldp", "epsilon": 4.0, "rounds": 4, "checkpoint_every": None, "momentum": 0.0}
+    network = {"model_options": {"depth": 2, "width": 12}}
+    folder = interrupted(tmp_path / "run", after=after, **settings, **network)
+    said = resume(folder)
+    lost = 1  # its row was written, its checkpoint was not
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == 4 - lost
+    assert "1 round was begun before that no checkpoint holds" in said[-1]
 
 
 def flip_middle(raw: bytes) -> bytes:

@@ -269,7 +269,7 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
     shown = {
         field.name: getattr(config, field.name)
         for field in fields(RunConfig)
-        if field.name in _ALWAYS_SHOWN
+        if (field.name in _ALWAYS_SHOWN and getattr(config, field.name) is not None)
         or (getattr(config, field.name) != _default(field) and field.name != "model_options")
     }
     if config.lr is None:

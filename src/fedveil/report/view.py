@@ -20,7 +20,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import Ledger
-from fedveil.plain import parse_model_options
+from fedveil.plain import IN_PYTHON, parse_model_options
 from fedveil.report.figures import Figure, Worth, curves, overview, trade_offs, worth_of
 from fedveil.report.sources import (
     DASH,
@@ -57,14 +57,13 @@ from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
 _ALWAYS = ("scheme", "dataset", "model", "clients", "rounds")
-_IN_PYTHON = "python"
 _TABLES = {"model_options": "-o", "options": "--set"}
 _COLUMNS = ("What a client's copy gets", "… noise taken off", "Down", "Up", "Time")
 
 
 def command_for(settings: Mapping[str, Any], *, out: str) -> str:
     """`fedveil run …` with every setting that is not the default; "" for a run that was started from Python."""
-    if settings.get("dataset") == _IN_PYTHON:
+    if settings.get("dataset") == IN_PYTHON:
         return ""
     words = ["fedveil", "run"]
     for setting in dataclasses.fields(RunConfig):
@@ -372,7 +371,7 @@ def _again(group: SourceGroup) -> Again:
         commands=tuple(command for command in commands if command),
         facts=tuple((name, str(run.summary[key])) for name, key in facts if key in run.summary),
         toml=run.toml,
-        python=run.settings.get("dataset") == "python",
+        python=run.settings.get("dataset") == IN_PYTHON,
         flower=run.summary.get("engine") == "flower",
     )
 

@@ -26,7 +26,7 @@ from fedveil.downlink import Architecture
 from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.ledger.statement import Ledger, MeasuredEpsilon
 from fedveil.own_code import vouched_settings
-from fedveil.plain import figure, made, parsed, read_named, read_text, whole
+from fedveil.plain import IN_PYTHON, figure, made, parsed, read_named, read_text, whole
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import Agreed, Job, ModelFacts, job_from_config
 from fedveil.runs.judgement import judgement_from
@@ -466,7 +466,7 @@ def _with_measured(ledger: Ledger, folder: Path) -> Ledger:
 def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:
     """The ledger of a run that has not ended, from its journal."""
     config = folder.config(changes, say=say)
-    if config.dataset == "python":
+    if config.dataset == IN_PYTHON:
         raise CheckpointError(
             f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
         )

@@ -22,6 +22,7 @@ from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
 from fedveil.models.building import Adapted, inputs_of, plain, refuse_hooks, refuse_shared_memory
+from fedveil.plain import IN_PYTHON
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
@@ -104,7 +105,7 @@ def job_of_objects(
 def _configured(model: nn.Module, settings: Mapping[str, Any]) -> RunConfig:
     config = settled(RunConfig.from_mapping(settings, where="train()"))
     # Whoever calls from Python has split the data already.
-    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": "python"}
+    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": IN_PYTHON}
     return config.with_changes(**named_here, split=BEFORE["split"])
 
 
@@ -136,7 +137,7 @@ def _described(
     """The job with what was understood of its samples; of lazy ones that would read every sample."""
     if any(isinstance(party, LazySamples) for party in parties):
         return job
-    owned = [Dataset("python", task, *columns(party), outputs=job.facts.outputs) for party in parties]
+    owned = [Dataset(IN_PYTHON, task, *columns(party), outputs=job.facts.outputs) for party in parties]
     return replace(job, description=describe_parts(owned, test=test, validation=validation))
 
 
@@ -178,6 +179,8 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         return {name: listed_weights(value)}
     if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
         return loss_settings(value)
+    if name == "augment" and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return {name: ",".join(value)}
     if name in ("lr_schedule", "augment") and callable(value):
         return {name: f"{OBJECT}{getattr(value, '__name__', type(value).__name__)}"}
     return {name: value}

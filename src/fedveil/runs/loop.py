@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
+from fedveil.data.lazy import LazyTensor
 from fedveil.downlink import assemble
 from fedveil.engine.local import Listen, LocalEngine, OnAnswer, SharedWork
 from fedveil.errors import (
@@ -45,6 +46,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
 from fedveil.runs.monitor import target_reached
 from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.runs.recipe import rate_of, schedule_of
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
@@ -159,10 +161,11 @@ class Outcome:
     def _why_lost(self) -> str:
         if not self.lost:
             return ""
+        rounds = "round was begun" if self.lost == 1 else "rounds were begun"
         return (
-            f" {self.lost} rounds of it were done before, and their checkpoint is not there: what clients showed in "
-            "them is spent and cannot be spent again. Put the checkpoints back, or start anew with another "
-            f"{spelled('out')} and a budget of its own."
+            f" {self.lost} {rounds} before that no checkpoint holds: what clients showed in them is spent and "
+            "cannot be spent again. Checkpoints that were moved away can be put back; a run with another "
+            f"{spelled('out')} has a budget of its own."
         )
 
     @property
@@ -301,6 +304,7 @@ def conduct(
     if job.config.max_loss_jump is not None:
         check_guard(job)
         guard = LossGuard(job.config.max_loss_jump, state, lambda: evaluated(job, state, on=job.validation)[1].loss)
+    rates = schedule_of(job.config, rate_of(job.config, job.loss), job.shape)
     started = last = time.perf_counter()
     failures = 0
     for step in asked(server.run(), engine):
@@ -353,7 +357,7 @@ def conduct(
                 done = written(done)
             except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
                 done = replace(done, failed=str(reason), aggregate=None)
-        row = _row(job, done, state, seconds=time.perf_counter() - last)
+        row = _row(job, done, state, rate=rates.at(done.round), seconds=time.perf_counter() - last)
         last = time.perf_counter()
         outcome.rows.append(row)
         _log(row)
@@ -454,10 +458,11 @@ def _failure(done: RoundDone) -> FedVeilError:
     return NumericError(text) if numeric else ProtocolError(text)
 
 
-def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Row:
+def _row(job: Job, done: RoundDone, state: ServerState, *, rate: float, seconds: float) -> Row:
     gathered = done.gathered
     row: Row = {
         "round": done.round + 1,
+        "lr": rate,
         "loss": done.loss,
         "clients": len(gathered.arrived),
         "seconds": round(seconds, 6),
@@ -504,6 +509,10 @@ def evaluated(job: Job, state: ServerState, *, on: Dataset | None = None) -> tup
 
 
 _TENFOLD = 10.0
+_READ = 64
+"""Targets that are read to know about them all, of samples that are read when they are asked for."""
+_FAR = 100.0
+"""Times the loss of a model that answers 0 to everything: what ends there has come off in its first round already."""
 
 
 def _loss_in(row: Row) -> float | None:
@@ -516,6 +525,16 @@ def _runs_away(first: Row, row: Row) -> bool:
     """Whether the loss is far beyond that of the first round, when nothing was learned yet; NaN is."""
     begun, now = _loss_in(first), _loss_in(row)
     return begun is not None and begun > 0 and now is not None and not now < _TENFOLD * begun
+
+
+def _away(job: Job, rows: Sequence[Row]) -> Row | None:
+    """The round in which training has come off; of one that ends far out, the first that was so far."""
+    if not rows or _loss_in(rows[0]) is None:
+        return None
+    found = next((row for row in rows if _runs_away(rows[0], row)), None)
+    limit = _FAR * _of_nothing(job, rows[0])
+    out = [row for row in rows if (now := _loss_in(row)) is not None and not now < limit]
+    return out[0] if found is None and out and out[-1] is rows[-1] else found
 
 
 def _diverged(first: Row, row: Row) -> str:
@@ -534,6 +553,7 @@ def _of_nothing(job: Job, first: Row) -> float:
     y = job.test.y if job.test is not None else job.pool.clients[0].y if job.pool.clients else None
     if y is None:
         return begun
+    y = y[:_READ] if isinstance(y, LazyTensor) else y
     zeros = torch.zeros(len(y), job.facts.outputs, dtype=job.weights.parameters.dtype, device=y.device)
     return min(begun, float(job.loss.mean(zeros, y)))
 
@@ -603,7 +623,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
-    away = next((row for row in rows if _runs_away(rows[0], row)), None)
+    away = _away(job, rows)
     if away is not None:
         last, nothing = _loss_in(rows[-1]), _of_nothing(job, rows[0])
         summary["diverged"], summary["recovered"] = away["round"], last is not None and last < nothing

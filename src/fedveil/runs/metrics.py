@@ -372,7 +372,7 @@ RESERVED = frozenset(
     "round loss clients seconds bytes_down bytes_up failed refused engine scheme holder dataset model rounds seed "
     "simulation train_loss parameters device dtype fedveil torch python warning coverage visible stopped "
     "failed_rounds ledger judged data client_names class_weights best loss_because diverged recovered "
-    "failed_metrics code suspects bad_rounds clip family levels secret_bits secret_reals".split()
+    "failed_metrics code suspects bad_rounds clip lr family levels secret_bits secret_reals".split()
 )
 _PREFIXES = ("test_", "validation_", "client_view_", "client_test_")
 

@@ -75,9 +75,24 @@ def _higher_is_better(monitor: str, job: Job) -> bool:
         return direction
     part, _, figure = monitor.partition("_")
     if monitor == _LOSS or (part in ("test", "validation") and figure in _IN_ROWS):
+        there = _figures_of(job.facts.task, job.facts.outputs)
+        if figure and figure not in there:
+            why = " (of many classes it is taken at the end alone)" if figure == "auroc" else ""
+            raise ConfigError(
+                f"monitor = {monitor!r}, but an evaluated round of {job.facts.task} has no {figure}{why}; it has "
+                f"{', '.join(f'{part}_{name}' for name in there)}."
+            )
         return _IN_ROWS[figure or _LOSS]
     known = [_LOSS, *(f"validation_{name}" for name in _IN_ROWS), *(f"test_{name}" for name in _IN_ROWS)]
     raise unknown_name("monitor", monitor, [*known, *(job.metrics.names if job.metrics is not None else ())])
+
+
+def _figures_of(task: str, outputs: int) -> tuple[str, ...]:
+    """What an evaluated round has of each part."""
+    if task == "regression":
+        return (_LOSS, "mse", "mae", "r2")
+    ranked = ("auroc",) if task == "classification" and outputs == 2 else ()
+    return (_LOSS, "accuracy", "balanced_accuracy", "f1", *ranked)
 
 
 def check_target_accuracy(job: Job) -> None:

@@ -168,6 +168,8 @@ def loss_settings(given: Any) -> dict[str, Any]:
         return {"loss": "cross-entropy", **_weights_of(given.weight), **smoothed}
     if type(given) is nn.BCEWithLogitsLoss and given.weight is None and given.reduction != "sum":
         return {"loss": "binary-cross-entropy", **_weights_of(given.pos_weight)}
+    if isinstance(given, type):
+        raise ConfigError(f"The loss {given.__name__} is a class: give an object of it, {given.__name__}(…).")
     named = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", type(given).__name__)
     return {"loss": f"{OBJECT}{named}"}
 

@@ -24,6 +24,7 @@ from fedveil.data.sources import EMBEDDED
 from fedveil.downlink.export import stock
 from fedveil.errors import CheckpointError, ConfigError, DataError, missing_extra, spelled
 from fedveil.own_code import names_code
+from fedveil.plain import IN_PYTHON
 from fedveil.runs.callbacks import Say
 from fedveil.runs.evaluation import CHUNK
 from fedveil.runs.evaluation import predict as outputs_of
@@ -258,7 +259,7 @@ def predict_dataset(
                 f"{dataset} is what this model was trained on: every sample is predicted, also those it was trained on."
             )
         return predict_samples(loaded, dataset, keep=keep)
-    if not isinstance(trained, str) or trained == "python":
+    if not isinstance(trained, str) or trained == IN_PYTHON:
         raise CheckpointError(
             f"{path} does not say what data it was trained on: give new data with {spelled('dataset')}."
         )

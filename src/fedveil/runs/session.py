@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.data.description import Description
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError, DataError, FedVeilError, NumericError, ProtocolError, spelled
+from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, NumericError, ProtocolError, spelled
+from fedveil.plain import IN_PYTHON
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound, Watch
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
@@ -94,6 +95,11 @@ def resume(
     """
     folder = RunFolder(out)
     config = folder.config(changes or {}, say=say)
+    if config.dataset == IN_PYTHON:
+        raise ConfigError(
+            f"The run in {out} was begun in Python, with samples that were handed over there: go on with it there, "
+            f"fedveil.train(…, out={str(out)!r}, resume=True)."
+        )
     job = _ready(config, None, quiet=quiet, say=say)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
 
@@ -160,17 +166,14 @@ def continue_in(
             callbacks.finish(done, say)
         finally:
             folder.release()
-        say(
-            f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: "
-            f"{spelled('rounds')}."
-        )
+        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. {_more(config)}")
         return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = _newest_good(job, folder)
     for reason in refused:
         told(f"{reason} Using the previous one.")
     if state is None:
         state, reached = fresh_state(job), folder.reached()
-        lost = f"The checkpoints of {reached} rounds are gone" if reached > config.checkpoint_every > 0 else ""
+        lost = f"The checkpoints of {reached} rounds are gone" if reached > rounds_between(job) > 0 else ""
         told(f"{lost or 'No checkpoint yet'}: starting from the first round.")
     state.groups = folder.groups()
     lasting = config.robust_groups if config.robust_groups and not job.scheme.readable else 0
@@ -185,6 +188,21 @@ def continue_in(
     earlier = folder.go_on(state.round)
     summary = train_into(job, folder, state, earlier=earlier, quiet=quiet, say=say, train=train, follow=follow)
     return summary, state
+
+
+def _more(config: RunConfig) -> str:
+    if config.lr_schedule in (None, "constant") and config.warm_up is None:
+        return f"More rounds: {spelled('rounds')}."
+    return f"Its learning rate is scheduled over all rounds: for more of them start anew with another {spelled('out')}."
+
+
+def rounds_between(job: Job) -> int:
+    """How many rounds lie between two checkpoints: one, where what clients show in a round is spent for good."""
+    given = job.config.checkpoint_every
+    return (1 if job.scheme.plan is not None else _USUAL) if given is None else given
+
+
+_USUAL = 10
 
 
 def _newest_good(job: Job, folder: RunFolder) -> tuple[ServerState | None, list[str]]:
@@ -253,23 +271,33 @@ def train_into(
         folder.release()
         raise
 
+    every, kept, whole = rounds_between(job), state.round, _marks(state)
+
     def keep(now: ServerState, last: bool) -> None:
-        every = config.checkpoint_every
+        nonlocal kept
         if job.model_here and every and (last or now.round % every == 0 or now.round == config.rounds):
             if watch.best is not None:
                 watch.best.save(folder.checkpoints, fingerprint=fingerprint)
             if memory is not None:  # first: a checkpoint without it is of no use
                 memory.save(now.round)
             save_checkpoint(folder.checkpoints, now, fingerprint=fingerprint)
+            kept = now.round
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
             watch.callbacks.kept()
+
+    def keep_last(now: ServerState) -> None:
+        """A checkpoint of the last boundary, unless a round was being added up when the run was stopped."""
+        if now.round > kept and memory is None and _marks(now) == whole:
+            keep(now, True)
 
     def begins(round: int) -> None:
         folder.keep_groups(state.groups)
         watch.round_begins(round)
 
     def boundary(row: Row, now: ServerState) -> None:
+        nonlocal whole
         folder.append_metrics(row)
+        whole = _marks(now)
         try:
             watch.round(row, now)
         finally:
@@ -299,20 +327,31 @@ def train_into(
                 say=told,
             )
         outcome.rows = [*earlier, *outcome.rows]
+        if outcome.state.round > kept:  # the run has ended before its last round
+            keep(outcome.state, True)
         summary = _leave(job, folder, outcome, told, watch.best)
         folder.note("ended", f"the run has ended after round {summary['rounds']}", round=summary["rounds"])
         watch.callbacks.finish(summary, told)
     except BaseException as reason:
         with contextlib.suppress(OSError):  # the disk may be what is full
+            if isinstance(reason, KeyboardInterrupt | SystemExit):
+                keep_last(state)
             folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))
         watch.callbacks.stopped(reason)
-        kept = sorted(folder.checkpoints.glob("round-*.safetensors"))
-        if isinstance(reason, (NumericError, ProtocolError)) and kept:
-            say(f"The model of the last checkpoint is untouched ({kept[-1].name}).")
+        files = sorted(folder.checkpoints.glob("round-*.safetensors"))
+        if isinstance(reason, (NumericError, ProtocolError)) and files:
+            say(f"The model of the last checkpoint is untouched ({files[-1].name}).")
         raise
     finally:
         folder.release()
     return summary
+
+
+def _marks(state: ServerState) -> tuple[object, ...]:
+    """Which values a state has: they change with every number that is written into its tensors."""
+    weights = state.weights
+    tensors = (weights.parameters, weights.statistics, weights.epsilon, state.velocity, *weights.buffers.values())
+    return (state.round, *((id(one), one._version) for one in tensors))
 
 
 def _noted(folder: RunFolder, say: Say) -> Say:
