@@ -515,7 +515,7 @@ class RunConfig:
     )
     checkpoint_every: int | None = declare(
         _MACHINE,
-        "Rounds between checkpoints; 0: never. A run that is stopped leaves one in any case.",
+        "Rounds between checkpoints; 0: never. Else a run that is stopped leaves one of its last round, too.",
         shown="10; 1 where every round costs ε",
         check=NOT_NEGATIVE,
         shapes_run=False,

@@ -46,6 +46,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from types import FrameType
 from typing import IO, Protocol
 
 from fedveil import framing
@@ -305,6 +306,34 @@ class Copy:
 
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have Ctrl-C, and what means the same, wait until what is inside is done; a second one waits for nothing.
+
+    Python hears of signals in its main thread alone: elsewhere this changes nothing.
+    """
+    before = {int(number): handler for number in _INTERRUPTS if callable(handler := signal.getsignal(number))}
+    if threading.current_thread() is not threading.main_thread() or not before:
+        yield
+        return
+    heard: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            before[number](number, frame)
+
+    for number in before:
+        signal.signal(number, wait)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:
+        before[heard[0]](heard[0], None)
 
 
 def _serve(

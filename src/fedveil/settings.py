@@ -286,8 +286,8 @@ class Settings(TypedDict, total=False):
     """Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.
     (default: one per core, where clients are many and it pays)"""
     checkpoint_every: int | None
-    """Rounds between checkpoints; 0: never. A run that is stopped leaves one in any case. (default: 10; 1 where every
-    round costs ε)"""
+    """Rounds between checkpoints; 0: never. Else a run that is stopped leaves one of its last round, too. (default: 10;
+    1 where every round costs ε)"""
     evaluate_every: int
     """Rounds between evaluations; 0: at the end. (default: 1)"""
     record: bool

@@ -27,7 +27,6 @@ from fedveil.client_held.divided import _vote_key, divided
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
 from fedveil.crypto.keys import add_mask, add_words
 from fedveil.crypto.linear_mac import MAC_WORDS, mac_words
-from fedveil.errors import Code, ProtocolError
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Nonces
 from fedveil.protocol.messages import Request
@@ -148,7 +147,7 @@ class Outcomes:
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that do not depend on what clients are told."""
     monkeypatch.setattr(holder, "told_outcome", lambda before, outcome: b"")
-    monkeypatch.setattr(keeping, "told_sums", lambda before, sums: b"")
+    monkeypatch.setattr(keeping, "told_sums", lambda before, sums, **sizes: b"")
 
 
 @pytest.mark.parametrize("vote", ["tags", "histogram"])
@@ -374,7 +373,8 @@ def test_nobodys_loan_takes_the_place_of_sums_that_a_client_has_worked_for() -> 
 
 
 @pytest.mark.parametrize("scheme", ["paraaegis", "serial"])
-def test_who_lacks_what_the_epochs_rounds_are_drawn_by_has_no_quarrel_with_sums(scheme: str) -> None:
+def test_who_lacks_what_the_next_epochs_rounds_are_drawn_by_reads_the_sums_it_has_worked_for(scheme: str) -> None:
+    """A server that keeps nonces back has nobody take a loan in place of them."""
     one = hall(job(scheme=scheme, **{**SMALL, "clients": 5, "rounds": 6, "epsilon": 1000.0}), Begin, round=1)
     introductions = one.relay._introductions
     assert introductions is not None
@@ -383,17 +383,16 @@ def test_who_lacks_what_the_epochs_rounds_are_drawn_by_has_no_quarrel_with_sums(
         one.go_on([one.answer(client) for client in one.ask.to])
     version, latest = one.relay.standing
     assert latest is not None
-    with pytest.raises(ProtocolError, match="was not told how this epoch's rounds are drawn") as caught:
-        one.answer(0, Lend(version, latest))
-    assert caught.value.code is Code.PROTOCOL
-    assert one.states[0].misread == 0
-    # Another's model is of use to it meanwhile.
     one.answer(1, request=one.ask.common)
-    lent = one.answer(1, Lend(version, latest))
-    one.answer(0, Finish(version, latest), Borrowed(lent.sealed))
-    held = one.states[0].held
+    lent = Borrowed(one.answer(1, Lend(version, latest)).sealed)  # type: ignore[attr-defined]
+    one.states[0] = ClientState.unseal(one.states[0].seal(KEY), KEY)
+    assert not one.states[0].ring().beacon
+    one.answer(0, Finish(version, latest), lent)
+    held, others = one.states[0].held, one.states[1].held
     assert held is not None
-    assert (held.version, held.borrowed) == (version, True)
+    assert others is not None
+    assert (held.version, held.borrowed, one.states[0].misread) == (version, False, 0)
+    assert torch.equal(held.weights.parameters, others.weights.parameters)
 
 
 # ---- sums that cannot be read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from fedveil.flower.messages import Setup
 from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.codec import decode, encode
-from fedveil.protocol.directory import Epoch, Hello
+from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, Ready, beacon, from_bytes
+from fedveil.protocol.key_agreement import Keyring
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.secrets import OsSecrets
@@ -208,6 +210,68 @@ def test_sums_under_which_nothing_was_masked_are_part_of_the_story_too(tmp_path:
         forged = latest if client == VICTIM else replace(latest, rest=latest.rest + 1000)
         ended: Any = nodes.deliver(setup, client, Finish(1, forged), None)
         assert ended.version == 1
+    again = Run(nodes, Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=1, start=1))
+    again.until()
+    assert any(again.uploads())
+    assert all(VICTIM not in one for one in again.uploads() if one is not None)
+
+
+class Invented:
+    """One client is shown a directory of its own: the founder's entry and its own are true, the other clients' keys and
+    sizes are the server's making."""
+
+    def __init__(self, deliver: Deliver, *, samples: int) -> None:
+        self._deliver, self._samples = deliver, samples
+        self._true: Directory | None = None
+        self._told: Directory | None = None
+        self._nonces: dict[int, bytes] = {}
+
+    def __call__(self, client: int, request: Request, private: Request | None) -> Reply | Code:
+        if client != VICTIM or not isinstance(request, Directory | Nonces):
+            return self._deliver(client, request, private)
+        if isinstance(request, Directory):
+            self._true, self._told = request, self._instead_of(request)
+            shown = self._deliver(client, self._told, private)
+            assert isinstance(shown, Nonce)
+            return replace(shown, digest=from_bytes(request.digest))
+        assert self._true is not None
+        assert self._told is not None
+        known = [
+            from_bytes(self._nonces[one]) if one in self._nonces else request.nonces[one] for one in range(CLIENTS)
+        ]
+        assert isinstance(
+            self._deliver(client, Nonces(from_bytes(self._told.digest), torch.stack(known)), private), Ready
+        )
+        return Ready(client, from_bytes(beacon(self._true, request)))
+
+    def _instead_of(self, true: Directory) -> Directory:
+        said = []
+        for one in range(CLIENTS):
+            if one in (0, VICTIM):
+                columns = (true.identities, true.keys, true.signatures, true.commitments)
+                said.append(Announce(one, int(true.samples[one]), *(column[one] for column in columns)))
+                continue
+            ring = Keyring(one, true.run, identity=os.urandom(32), key=os.urandom(32))
+            self._nonces[one] = os.urandom(32)
+            ring.enter(true.epoch, lambda one=one: self._nonces[one])
+            said.append(ring.announce(self._samples))
+        return Directory.of(true.run, said, true.epoch)
+
+
+def test_what_sums_are_divided_by_is_part_of_the_story_too(tmp_path: Path) -> None:
+    """The same sums move a model elsewhere under other sizes; where nothing is masked no directory is bound to them."""
+    nodes = Nodes(make_homes(tmp_path, CLIENTS))
+    bare = replace(CONFIG, scheme="paraaegis", cipher=None, share=0.0, epsilon=8.0)
+    setup = Setup.of(bare, FACTS, lineage=LINEAGE, attempt=0)
+    first = Run(nodes, setup)
+    first.via = Invented(first.via, samples=2000)
+    latest = first.until(Begin, round=1).latest
+    for client in range(CLIENTS):
+        ended: Any = nodes.deliver(setup, client, Finish(1, latest), None)
+        assert ended.version == 1
+    held = [nodes.held(client) for client in range(CLIENTS)]
+    assert torch.equal(held[1].weights.parameters, held[0].weights.parameters)
+    assert not torch.equal(held[VICTIM].weights.parameters, held[0].weights.parameters)
     again = Run(nodes, Setup.of(CONFIG, FACTS, lineage=LINEAGE, attempt=1, start=1))
     again.until()
     assert any(again.uploads())

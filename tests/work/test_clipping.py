@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import fedveil
 from fedveil import models
 from fedveil.downlink import Architecture, Broadcast, HeadNoise, Plain, Rescaling, draw
 from fedveil.downlink.decomposed import transitional
@@ -32,8 +33,8 @@ from fedveil.work import (
     Workspace,
 )
 from fedveil.work import clipping as clipped_module
-from fedveil.work.clipping import ClippedSamples, ClippedUpdate, refuse_batch_norm
-from fedveil.work.per_sample import PerSample, Recorded, RecordedConvolution, looped, trained_names
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate, looped, refuse_batch_norm
+from fedveil.work.per_sample import PerSample, Recorded, RecordedConvolution, trained_names
 
 WORDS = 12
 
@@ -602,12 +603,11 @@ def test_transitional_layers_are_part_of_what_is_differentiated() -> None:
     assert torch.allclose(*results, rtol=1e-12, atol=1e-14)
 
 
-def test_a_model_that_overwrites_what_a_layer_read_fails_as_it_does_without_clipping() -> None:
-    data = clients()[0]
-    architecture, sent = opened(made(Overwriting), data.x)
-    work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.2)
-    with pytest.raises(RuntimeError, match="inplace"):
-        work.run(workbench(work, architecture), sent, data, round=0)
+@pytest.mark.parametrize("scheme", ["ldp", "fedavg"])
+def test_a_model_that_overwrites_what_a_layer_read_is_refused_before_anything_is_sent(scheme: str) -> None:
+    data = [(torch.randn(12, 6), torch.arange(12) % 3) for _ in range(3)]
+    with pytest.raises(ConfigError, match="modified by an inplace operation"):
+        fedveil.train(Overwriting(), data, scheme=scheme, rounds=1, seed=1, progress=False)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf")])

@@ -206,11 +206,11 @@ class HolderRole(Participant):
     ) -> tuple[ClientState, Reply]:
         uplink, size = self._uplink, self._terms.divisible
         which = {"round": context.round, "attempt": context.attempt, "size": size}
+        told, beacon = self._told.hex(), context.beacon.hex()
+        pending = Pending(context.round, context.attempt, contribution, told=told, beacon=beacon)
         if not uplink.votes(context.round, size):
-            winners = uplink.unvoted(state.membership(), **which)
-            pending = Pending(context.round, context.attempt, contribution, winners, self._told.hex())
+            pending = replace(pending, winners=uplink.unvoted(state.membership(), **which))
             return self._upload(state, context, pending, self._transcript(state, pending))
-        pending = Pending(context.round, context.attempt, contribution, told=self._told.hex())
         state = replace(state, pending=pending)
         indices = uplink.chosen(contribution, client=state.client, secrets=self._secrets, **which)
         if uplink.ballots is None:
@@ -382,7 +382,7 @@ class Keeper:
             return replace(state, held=held)
         following = latest if latest is not None and latest.version == version == held.version + 1 else None
         # Sums that it has worked for itself come before anybody's word.
-        own_work = following is not None and bool(state.ring().beacon) and _worked_for(state, following)
+        own_work = following is not None and _worked_for(state, following)
         if following is not None and (own_work or not isinstance(private, Borrowed)):
             return replace(state, held=self.moved(replace(state, held=held), following), pending=None)
         if isinstance(private, Borrowed):
@@ -419,9 +419,6 @@ class Keeper:
             return self._moved[2]
         if pending is None or not _worked_for(state, latest):
             raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
-        if not state.ring().beacon:
-            # Nothing is wrong with the sums: what goes with them has not arrived.
-            raise ProtocolError(f"client {state.client} was not told how this epoch's rounds are drawn")
         try:
             recovered = self._recovered(state, latest, pending)
         except (ProtocolError, ConfigError) as reason:
@@ -429,7 +426,9 @@ class Keeper:
         weights, velocity = held.weights.clone(), held.velocity.clone()
         self._mover.move(weights, velocity, recovered, round=latest.round)
         # Also where no masks are bound to it yet: a resumed run may have some.
-        transcript = told_sums(bytes.fromhex(pending.transcript), latest)
+        # What a sum does to a model depends on how many samples its clients are said to have.
+        sizes = state.ring().known().samples_of(latest.asked.tolist())
+        transcript = told_sums(bytes.fromhex(pending.transcript), latest, sizes=sizes)
         after = Held(weights, velocity, latest.version, recovered.loss, transcript)
         self._moved = (latest, held, after)
         return after
@@ -440,7 +439,8 @@ class Keeper:
             raise ProtocolError("a round's sums name contributors that were not asked, or none")
         self._uplink.fits(len(contributors))
         assert pending.winners is not None
-        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), state.ring().beacon)
+        beacon = bytes.fromhex(pending.beacon) or state.ring().beacon
+        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), beacon)
         mean = self._uplink.mean(
             state.membership(),
             rest=latest.rest,
@@ -474,9 +474,9 @@ def _model_purpose(version: int) -> str:
 _NOTHING = b"-"
 
 
-def told_sums(before: bytes, sums: Aggregate) -> bytes:
-    """The transcript up to and including a round's sums."""
-    facts = f"{sums.version} {sums.round} {sums.attempt}".encode()
+def told_sums(before: bytes, sums: Aggregate, *, sizes: Sequence[int] = ()) -> bytes:
+    """The transcript up to and including a round's sums, of clients that are said to have so many samples."""
+    facts = f"{sums.version} {sums.round} {sums.attempt} {list(sizes)}".encode()
     return _digest(b"sums", before, facts, sums.asked, sums.contributors, sums.rest, sums.hidden)
 
 

@@ -255,7 +255,7 @@ class Pending:
 
     `winners` are indices into the contribution, ascending; None before the vote has been counted. `told` is a digest of
     what local work was told besides the model, where it was told anything, and `transcript` one of all that it was told
-    before it has uploaded.
+    before it has uploaded. `beacon` is the round's, by which its sums are read when the next epoch has begun.
     """
 
     round: int
@@ -264,10 +264,11 @@ class Pending:
     winners: Tensor | None = field(default=None, repr=False)
     told: str = ""
     transcript: str = ""
+    beacon: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        digests = {"told": self.told, "transcript": self.transcript}
+        digests = {"told": self.told, "transcript": self.transcript, "beacon": self.beacon}
         return {"round": self.round, "attempt": self.attempt, **{name: one for name, one in digests.items() if one}}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -285,6 +286,7 @@ class Pending:
             tensors.get("pending.winners"),
             facts.get("told", ""),
             facts.get("transcript", ""),
+            facts.get("beacon", ""),
         )
 
 

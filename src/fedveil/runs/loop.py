@@ -32,6 +32,7 @@ from fedveil.errors import (
     spelled,
 )
 from fedveil.ledger.accountant import Accountant
+from fedveil.processes import undisturbed
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.parts import Authority, clip_factor
@@ -357,24 +358,25 @@ def conduct(
                 done = written(done)
             except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
                 done = replace(done, failed=str(reason), aggregate=None)
-        row = _row(job, done, state, rate=rates.at(done.round), seconds=time.perf_counter() - last)
-        last = time.perf_counter()
-        outcome.rows.append(row)
-        _log(row)
-        outcome.tell_failed(row.get("failed_metrics", {}), say)
-        if not outcome.diverged and _runs_away(outcome.rows[0], row):
-            outcome.diverged = True
-            say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
-        if done.bad:
-            say(f"{WARNING}{refused_round(row)}")
-        if done.skipped:
-            say(f"Round {row['round']} is skipped, and costs nothing: {done.failed}.")
-        try:
-            if on_round is not None:
-                on_round(row, state)
-        except StopTraining as reason:
-            outcome.stop(str(reason), say)
-            server.end()
+        with undisturbed():  # what has moved the model is written down before anybody stops
+            row = _row(job, done, state, rate=rates.at(done.round), seconds=time.perf_counter() - last)
+            last = time.perf_counter()
+            outcome.rows.append(row)
+            _log(row)
+            outcome.tell_failed(row.get("failed_metrics", {}), say)
+            if not outcome.diverged and _runs_away(outcome.rows[0], row):
+                outcome.diverged = True
+                say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
+            if done.bad:
+                say(f"{WARNING}{refused_round(row)}")
+            if done.skipped:
+                say(f"Round {row['round']} is skipped, and costs nothing: {done.failed}.")
+            try:
+                if on_round is not None:
+                    on_round(row, state)
+            except StopTraining as reason:
+                outcome.stop(str(reason), say)
+                server.end()
         if done.bad and not outcome.stopped and too_many(job, state):
             outcome.stop(why_stopped(job, state), say)
             server.end()

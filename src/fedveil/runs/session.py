@@ -334,7 +334,7 @@ def train_into(
         watch.callbacks.finish(summary, told)
     except BaseException as reason:
         with contextlib.suppress(OSError):  # the disk may be what is full
-            if isinstance(reason, KeyboardInterrupt | SystemExit):
+            if isinstance(reason, Exception | KeyboardInterrupt | SystemExit):
                 keep_last(state)
             folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))
         watch.callbacks.stopped(reason)

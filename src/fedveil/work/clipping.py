@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,29 @@ from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_n
 from fedveil.downlink.messages import Broadcast, ClipBroadcast
 from fedveil.errors import Code, ConfigError, NumericError, ProtocolError, spelled
 from fedveil.tensors import LARGEST, STATISTICS_CUT, Layout, statistics_in
-from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
+from fedveil.work.batches import Batches, has_random_layers, mixed_seed, seeded_dropout
 from fedveil.work.gradients import contribution_layout, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
-from fedveil.work.own_loss import is_own, nothing_kept, refuse_changed
+from fedveil.work.own_loss import (
+    Raising,
+    generators_at,
+    is_own,
+    nothing_kept,
+    one_by_one,
+    own_code,
+    refuse_changed,
+)
 from fedveil.work.per_sample import (
+    Dense,
     PerSample,
     Sums,
+    clip_weights,
     clipped,
     joined,
-    looped,
+    measured,
+    placed,
     safe_bound,
     scaled_norms,
     trained_names,
@@ -319,12 +330,12 @@ class ClippedSamples(ClippedWork):
         chosen = [self._chosen(workspace, data, round) for data in part]
         if self.sampling is not None and not len(chosen[0]):
             return [weighted(torch.zeros_like(workspace.architecture.trainable, dtype=_dtype(workspace)), len(part[0]))]
-        clipped = self._together(workspace, engine, part, chosen, round) if self._may_vectorise(workspace) else None
+        batches, clipped = [_Batch(*one, round) for one in zip(part, chosen, strict=True)], None
+        if self._may_vectorise(workspace):
+            clipped = self._together(workspace, engine, broadcast, batches)
         if clipped is None:
             prepare(workspace.architecture, workspace.module, broadcast)
-            clipped = joined(
-                [self._loop(workspace, data, which, round) for data, which in zip(part, chosen, strict=True)]
-            )
+            clipped = joined([self._loop(workspace, batch) for batch in batches])
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
         return [
             weighted(row, len(data), share=1.0 / (expected * self.clip_decay**round), dtype=_dtype(workspace))
@@ -338,43 +349,146 @@ class ClippedSamples(ClippedWork):
         return (drawn < self.sampling).nonzero().flatten()
 
     def _together(
-        self, workspace: Workspace, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
+        self, workspace: Workspace, engine: PerSample, broadcast: Broadcast, batches: Sequence[_Batch]
     ) -> Sums | None:
-        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
-        x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
-        witness = _witness(y, round)
-        try:
-            with (
-                seeded_dropout(engine.module, self.batches.seed, part[0].client, round),
-                nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=witness),
-            ):
-                return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0], round))
-        except RuntimeError:  # vmap knows no rule for some operation, or memory is short
+        x, y = _taken(batches)
+        with nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=batches[0].witness):
+            sums = self._computed(workspace, engine, batches, x, y)
+            if sums is None and own_code(engine.module, self.loss):
+                prepare(workspace.architecture, workspace.module, broadcast)
+                sums = self._computed_apart(workspace, engine, batches)
+        if sums is None:  # vmap knows no rule for some operation, or memory is short
             workspace.vectorisable = False
-            return None
+        return sums
 
-    def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
-        x, y = data.take(chosen, step=round)
-        witness = _witness(y, round)
-        module, architecture = workspace.module, workspace.architecture
+    def _computed(
+        self,
+        workspace: Workspace,
+        engine: PerSample,
+        batches: Sequence[_Batch],
+        x: Tensor,
+        y: Tensor,
+        counted: Tensor | None = None,
+    ) -> Sums | None:
+        """None where an operation raises; in code of the caller's own also where that goes on, as it does for all."""
+        own, noticing, first = own_code(engine.module, self.loss), Raising(), batches[0]
+        watched = noticing if own else nullcontext()
+        try:
+            with seeded_dropout(engine.module, self.batches.seed, first.data.client, first.round), watched:
+                bound = self._bound(workspace, first)
+                sums = engine(x, y, clients=len(batches), clip=bound, counted=counted)
+        except Exception as reason:
+            if not (own or isinstance(reason, RuntimeError)):
+                raise
+            return None
+        return None if noticing.noticed else sums
+
+    def _computed_apart(self, workspace: Workspace, engine: PerSample, batches: Sequence[_Batch]) -> Sums | None:
+        """Samples for which something raises one by one, and the rest together; None where nothing does.
+
+        What one sample gives hangs on no other: one of the rest stands in for each of them, so that these round as they
+        always do.
+        """
+        raises = [self._raises(workspace, batch) for batch in batches]
+        usual = ~torch.cat(raises)
+        if usual.all():
+            return None
+        apart = [self._loop(workspace, batch, only=which) for batch, which in zip(batches, raises, strict=True)]
+        if not usual.any():
+            return joined(apart)
+        x, y = _taken(batches)
+        standing = torch.where(usual, torch.arange(len(y)), usual.nonzero()[0]).to(x.device)
+        sums = self._computed(workspace, engine, batches, x[standing], y[standing], usual.to(x.device))
+        return None if sums is None else replace(sums, sums=sums.sums + torch.cat([one.sums for one in apart]))
+
+    def _raises(self, workspace: Workspace, batch: _Batch) -> Tensor:
+        named = dict(workspace.module.named_parameters())
+        moving = [named[name] for name in trained_names(workspace.architecture)]
+        alone = one_by_one(workspace.module, moving, self.loss, *batch.taken(), seeded=self._seeded(workspace, batch))
+        return torch.tensor([raised for _, _, raised in alone])
+
+    def _loop(self, workspace: Workspace, batch: _Batch, *, only: Tensor | None = None) -> Sums:
+        x, y = batch.taken()
+        module, architecture, seeded = workspace.module, workspace.architecture, self._seeded(workspace, batch)
+        numbers = list(range(len(y))) if only is None else only.nonzero().flatten().tolist()
+        with nothing_kept(architecture, module, self.loss, x, y, witness=batch.witness):
+            return looped(
+                module,
+                trained_names(architecture),
+                self.loss,
+                x[numbers],
+                y[numbers],
+                self._bound(workspace, batch),
+                seeded=lambda number: seeded(numbers[number]),
+            )
+
+    def _seeded(self, workspace: Workspace, batch: _Batch) -> Callable[[int], AbstractContextManager[None]]:
+        """By the sample alone: what one draws, or how often, is nothing to the next."""
+        module, device = workspace.module, batch.data.x.device
 
         def seeded(number: int) -> AbstractContextManager[None]:
-            # By the sample alone: what one draws, or how often, is nothing to the next.
-            return seeded_dropout(module, self.batches.seed, data.client, round, int(chosen[number]))
+            parts = (self.batches.seed, batch.data.client, batch.round, int(batch.chosen[number]))
+            if own_code(module, self.loss):  # which may draw from any global generator
+                return generators_at(mixed_seed(*parts), device)
+            return seeded_dropout(module, *parts)
 
-        with nothing_kept(architecture, module, self.loss, x, y, witness=witness):
-            bound = self._bound(workspace, data, round)
-            return looped(module, trained_names(architecture), self.loss, x, y, bound, seeded=seeded)
+        return seeded
 
-    def _bound(self, workspace: Workspace, data: ClientData, round: int) -> float:
+    def _bound(self, workspace: Workspace, batch: _Batch) -> float:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
+        data = batch.data
         samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
-        return safe_bound(self.clip * self.clip_decay**round, _dtype(workspace), samples)
+        return safe_bound(self.clip * self.clip_decay**batch.round, _dtype(workspace), samples)
 
 
-def _witness(y: Tensor, round: int) -> int:
-    """The sample of a batch that is asked about before and after the others: another one every round."""
-    return round % len(y)
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Which of a client's samples are of a round."""
+
+    data: ClientData
+    chosen: Tensor
+    round: int
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """The samples; anew each time, since a network may change what it is given."""
+        return self.data.take(self.chosen, step=self.round)
+
+    @property
+    def witness(self) -> int:
+        """The sample that is asked about before and after the others: another one every round."""
+        return self.round % len(self.chosen)
+
+
+def _taken(batches: Sequence[_Batch]) -> tuple[Tensor, Tensor]:
+    """The samples of several clients, one client's after the other's."""
+    pairs = [batch.taken() for batch in batches]
+    return pairs[0] if len(pairs) == 1 else (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))
+
+
+def looped(
+    module: nn.Module,
+    trained: list[str],
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    clip: float,
+    *,
+    seeded: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
+) -> Sums:
+    """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with."""
+    named = dict(module.named_parameters())
+    moving = [named[name] for name in trained]
+    total = [parameter.new_zeros(1, parameter.numel(), dtype=torch.float64) for parameter in moving]
+    norms, losses = [moving[0].new_empty(1, 0)], []
+    for value, grads, _ in one_by_one(module, moving, loss, x, y, seeded=seeded):
+        kept, norm = measured({name: Dense(grad.reshape(1, -1)) for name, grad in zip(trained, grads, strict=True)})
+        weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
+        for sum, factor in zip(total, kept.values(), strict=True):
+            sum += factor.total(weights)
+        norms.append(norm[None])
+        losses.append(value.reshape(1, 1))
+    sums = dict(zip(trained, total, strict=True))
+    return Sums(placed(named, sums, 1), torch.cat(norms, 1), torch.cat([moving[0].new_empty(1, 0), *losses], 1))
 
 
 def _dtype(workspace: Workspace) -> torch.dtype:

@@ -164,8 +164,7 @@ _VECTORISED_PIXELS = 4096
 class Gradients(SideBySide):
     """The gradient(s) on one batch, weighted by the client's sample count.
 
-    `vectorise` forces many clients at once on or off; None lets the measured rule decide. Where the uplink hides what
-    is sent, a client does not refuse to send what is no number (`refuses` = False): that would tell about its data.
+    `vectorise` forces many clients at once on or off; None lets the measured rule decide.
     """
 
     loss: Loss

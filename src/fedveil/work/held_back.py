@@ -26,6 +26,7 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.gradients import objectives
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, LocalWork, ManyAtOnce, Units, Workspace, keeps_for_itself, prepare
+from fedveil.work.own_loss import OUT_OF_MEMORY, own_code
 
 FIGURES = "figures"
 """The section of a contribution that holds the sums."""
@@ -182,10 +183,18 @@ class Judged(ManyAtOnce):
             return sums
         for chosen in torch.split(torch.arange(len(held)), _CHUNK):
             x, y = held.take(chosen)
-            with torch.no_grad():
-                output = module(x)
-                losses = objectives(architecture, module, self.loss, output, y, broadcast.head) * len(chosen)
             sums[0] += len(chosen)
+            try:
+                with torch.no_grad():
+                    output = module(x)
+                    losses = objectives(architecture, module, self.loss, output, y, broadcast.head) * len(chosen)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception:
+                if not own_code(module, self.loss):
+                    raise
+                sums[1 : 1 + tensors] += LARGEST  # to be silent would tell about its samples
+                continue
             # As in a training loss that is sent hidden: 0 would look like success.
             sums[1 : 1 + tensors] += losses.double().cpu().nan_to_num(nan=LARGEST, posinf=LARGEST)
             if self.counts is not None:

@@ -34,7 +34,6 @@ class LocalSteps(SideBySide):
     """`steps` steps of the client's optimiser, or `epochs` passes over its data; sends w − w_k, n_k-weighted.
 
     The optimiser begins anew in every round: a client remembers nothing of the last.
-    Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
     """
 
     loss: Loss

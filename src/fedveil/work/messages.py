@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from fedveil.errors import NumericError
 from fedveil.secrets import Guarded, OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout, all_in_range
 from fedveil.work.batches import samples_at_once
+from fedveil.work.losses import Loss
+from fedveil.work.own_loss import OUT_OF_MEMORY, own_code
 from fedveil.work.pooling import pool_swiftly
 
 
@@ -249,7 +252,14 @@ class ManyAtOnce(ABC):
 
 
 class SideBySide(ManyAtOnce):
-    """Work that a GPU does in captured groups, and a CPU unit by unit: clients of one unit at once where vmap can."""
+    """Work that a GPU does in captured groups, and a CPU unit by unit: clients of one unit at once where vmap can.
+
+    Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False), or what
+    could not be computed since a network or a loss of the caller's own raised: that would tell about its data.
+    """
+
+    loss: Loss
+    refuses: bool
 
     def run_units(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
@@ -271,9 +281,30 @@ class SideBySide(ManyAtOnce):
         if len(clients) > 1 and workspace.vectorisable:
             try:
                 return self._together(workspace, broadcast, clients, round)
-            except RuntimeError:  # vmap knows no rule for some operation, or memory is short
-                workspace.vectorisable = False
-        return [self._one(workspace, broadcast, data, round) for data in clients]
+            except Exception as reason:
+                if not (isinstance(reason, RuntimeError) or own_code(workspace.module, self.loss)):
+                    raise
+                workspace.vectorisable = False  # vmap knows no rule for some operation, or memory is short
+        return [self._tried(workspace, broadcast, data, round) for data in clients]
+
+    def _tried(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
+        try:
+            return self._one(workspace, broadcast, data, round)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as reason:
+            if not own_code(workspace.module, self.loss):
+                raise
+            if not self.refuses:
+                vector = broadcast.parameters.new_full((workspace.layout.length,), math.nan)
+                vector[-1] = len(data)
+                return reported(vector, workspace.layout.part(vector, "values"))
+            failed = NumericError(
+                f"Client {data.client}, round {round + 1}: the network or the loss raised {type(reason).__name__}: "
+                f"{reason}"
+            )
+            failed.__cause__ = reason
+            return failed
 
     @abstractmethod
     def _captured(self, workspace: Workspace) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedveil.downlink import assemble
 from fedveil.downlink.architecture import Architecture, Weights, batch_norms, load_epsilon, load_parameters
@@ -20,6 +22,7 @@ from fedveil.errors import Code, ConfigError, TraceError
 from fedveil.tensors import flatten
 from fedveil.work.batches import hooked, seeded
 from fedveil.work.losses import Loss
+from fedveil.work.per_sample import unrecorded
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
@@ -170,19 +173,19 @@ def _repeats(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
 def answer(loss: Loss, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss and its gradient in the outputs, with global generators where they always are when it is asked."""
     leaf = output.detach().clone().requires_grad_()
-    with generators_at_zero(output.device), torch.enable_grad():
+    with generators_at(0, output.device), torch.enable_grad():
         value = loss.mean(leaf, target)
         grad = torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)[0]
     return value.detach(), grad
 
 
 @contextmanager
-def generators_at_zero(device: torch.device) -> Iterator[None]:
-    """The global generators of torch, numpy and Python seeded with 0 inside, and afterwards as they were."""
+def generators_at(seed: int, device: torch.device) -> Iterator[None]:
+    """The global generators of torch, numpy and Python with a seed inside, and afterwards as they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with seeded(device, 0):
-        random.seed(0)
-        np.random.seed(0)
+    with seeded(device, seed):
+        random.seed(seed)
+        np.random.seed(seed % _NUMPYS_SEEDS)
         try:
             yield
         finally:
@@ -190,12 +193,15 @@ def generators_at_zero(device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+_NUMPYS_SEEDS = 1 << 32
 _GPU_ROUNDING = 1e-5  # a GPU may add in another order each time
 
 
 def same(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> bool:
     """Equal to the last bit, on a GPU to five digits; what is not a number equals itself."""
-    return all(a.shape == b.shape and _same(a, b) for a, b in zip(first, again, strict=True))
+    return len(first) == len(again) and all(
+        a.shape == b.shape and _same(a, b) for a, b in zip(first, again, strict=True)
+    )
 
 
 def close(a: Tensor, b: Tensor, rounding: float) -> bool:
@@ -212,7 +218,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _value(loss: OwnLoss, output: Tensor, target: Tensor) -> Tensor:
     try:
-        with generators_at_zero(output.device), torch.enable_grad():
+        with generators_at(0, output.device), torch.enable_grad():
             value = loss.compute(output, target)
     except Exception as reason:
         named = "" if target.is_floating_point() else " For classes there are loss='square' and loss='cross-entropy'."
@@ -238,6 +244,11 @@ def _value(loss: OwnLoss, output: Tensor, target: Tensor) -> Tensor:
 # is computed before the others and again after them, and by copies that have seen nothing yet, a loss is asked about
 # the samples it was tried on as well, and a difference refuses the run. What is kept outside of the objects themselves,
 # or changes nothing for the samples that were asked about, is not noticed: the ledger says what is taken for granted.
+#
+# Such code may raise, too, and for one sample alone. Under vmap an operation then raises for all of them: who catches
+# that takes another branch for everybody, and who does not keeps the client from answering, which tells past any ε that
+# the sample is there. So what raises for a sample concerns this sample alone: it counts as zero, or, where its own code
+# goes on, is computed by itself.
 
 _OURS = ("torch.nn.modules.", "fedveil.")
 
@@ -251,6 +262,72 @@ def stateful(what: str) -> ConfigError:
         "from the global generators of torch, numpy or Python), or take a scheme without noise.",
         code=Code.STATEFUL,
     )
+
+
+def own_code(module: nn.Module, loss: Loss) -> bool:
+    """Whether a network or a loss is the caller's own: it may raise whatever it likes, for a single sample."""
+    return isinstance(loss, OwnLoss) or is_own(module)
+
+
+class Raising(TorchFunctionMode):
+    """Notices operations that raise, also where the code that called them goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noticed = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.noticed = True
+            raise
+
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+"""What no sample's numbers have to do with."""
+
+
+def _said(ask: Callable[..., tuple[Tensor, ...]], *about: Any) -> tuple[Tensor, ...]:
+    """What code of the caller's own answers; nothing where it raises, since a refusal would tell of that sample."""
+    try:
+        return ask(*about)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:
+        return ()
+
+
+def one_by_one(
+    module: nn.Module,
+    moving: Sequence[Tensor],
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    *,
+    seeded: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
+) -> Iterator[tuple[Tensor, Sequence[Tensor], bool]]:
+    """Each sample's loss and gradient, computed within its own `seeded`, and whether an operation has raised for it.
+
+    Where code of the caller's own raises, the loss is NaN and the gradient zero: a refusal would tell of that sample.
+    """
+    own = own_code(module, loss)
+    for number in range(len(y)):
+        noticing, which = Raising(), slice(number, number + 1)
+        try:
+            with seeded(number), torch.enable_grad(), noticing if own else nullcontext():
+                value = loss.mean(module(x[which]), y[which])
+                grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:
+            if not own:
+                raise
+            yield moving[0].new_full((), math.nan), [torch.zeros_like(one) for one in moving], True
+        else:
+            yield value.detach(), grads, noticing.noticed
 
 
 def is_own(module: nn.Module) -> bool:
@@ -281,22 +358,24 @@ def nothing_kept(
     Raises:
         ConfigError: With `Code.STATEFUL`.
     """
-    own_model = is_own(module)
-    if not own_model and not isinstance(loss, OwnLoss):
+    if not own_code(module, loss):
         yield
         return
     other = x[:1] if witness else x[-1:]
     x, y = x[witness : witness + 1], y[witness : witness + 1]
-    asked = _asked(module, x)
-    before = answer(loss, asked[0], y)
+    asked = _said(_asked, module, x)
+    before = _said(answer, loss, asked[0], y) if asked else ()
     yield
     refuse_changed(loss)
-    if not same(before, answer(loss, asked[0], y)) or not _alike(before, _unused_answer(loss, asked[0], y)):
-        raise stateful(f"loss {loss.name}")
-    if not own_model:
+    if asked:
+        unused = _said(_unused_answer, loss, asked[0], y)
+        if not same(before, _said(answer, loss, asked[0], y)) or not _alike(before, unused):
+            raise stateful(f"loss {loss.name}")
+    if not is_own(module):
         return
     twin = unused_twin(architecture, module)
-    if not same(asked, _asked(module, x)) or not (twin is None or _alike(_asked(module, other), _asked(twin, other))):
+    others = [_said(_asked, one, other) for one in (module, twin) if one is not None]
+    if not same(asked, _said(_asked, module, x)) or not _alike(others[0], others[-1]):
         raise stateful(f"model {type(module).__name__}")
 
 
@@ -304,38 +383,39 @@ def refuse_changed(loss: Loss) -> None:
     """Refuse a loss of the caller's own that answers otherwise than when it was tried, before anything was trained."""
     if not isinstance(loss, OwnLoss) or loss.tried_on is None or loss.answered is None:
         return
-    if not loss.repeatable or not same(loss.answered, answer(loss, *loss.tried_on)):
+    if not loss.repeatable or not same(loss.answered, _said(answer, loss, *loss.tried_on)):
         raise stateful(f"loss {loss.name}")
 
 
-def _unused_answer(loss: Loss, output: Tensor, y: Tensor) -> tuple[Tensor, ...] | None:
-    """What a copy of a loss that has seen nothing says of a sample; None where it cannot be copied."""
+def _unused_answer(loss: Loss, output: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """What a copy of a loss that has seen nothing says of a sample; the loss itself, where it cannot be copied."""
     if not isinstance(loss, OwnLoss) or loss.unused is None:
-        return None
+        return answer(loss, output, y)
     return answer(replace(loss, compute=copy.deepcopy(loss.unused)), output, y)
 
 
-def _alike(first: tuple[Tensor, ...], other: tuple[Tensor, ...] | None) -> bool:
+def _alike(first: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
     """Equal but for rounding: a copy may take other kernels."""
-    if other is None:
-        return True
-    return all(close(a, b, _ROUNDING) for a, b in zip(first, other, strict=True))
+    return len(first) == len(other) and all(close(a, b, _ROUNDING) for a, b in zip(first, other, strict=True))
 
 
 _ROUNDING = 1e-3
 
 
 def _asked(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Outputs for samples and, where these are real numbers, what comes back through the network to them."""
-    x = x.clone()
-    if not x.is_floating_point():
-        with generators_at_zero(x.device), torch.no_grad():
-            return (module(x).detach(),)
-    with generators_at_zero(x.device), torch.enable_grad():
-        leaf = x.requires_grad_()
-        output = module(leaf.clone())
-        back = torch.autograd.grad(output.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
-    return output.detach(), back
+    """Outputs for samples, and what comes back through the network to its parameters."""
+    parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    trained = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_()
+        with unrecorded(module), generators_at(0, x.device), torch.enable_grad():
+            output = module(x.clone())
+            back = torch.autograd.grad(output.sum(), parameters, allow_unused=True, materialize_grads=True)
+    finally:
+        for parameter, moves in zip(parameters, trained, strict=True):
+            parameter.requires_grad_(moves)
+    return output.detach(), *back
 
 
 # --- models that remember: what a forward pass changes beside parameters is refused, since nobody would send it

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
@@ -445,6 +445,19 @@ def install(module: nn.Module, *, patches: bool) -> _Slot:
     return slot
 
 
+@contextmanager
+def unrecorded(module: nn.Module) -> Iterator[None]:
+    """The layers as they were before, inside: gradients of their parameters are then in no factors."""
+    layers = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, Recorded)]
+    for layer, _ in layers:
+        layer.__class__ = layer._before  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, kind in layers:
+            layer.__class__ = kind
+
+
 def _plain(layer: nn.Module) -> bool:
     """Whether the layer does what its class says and nothing beside it."""
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
@@ -499,44 +512,12 @@ def _summed(parts: Iterator[Sums]) -> Sums:
     return Sums(sums, torch.cat(norms, 1), torch.cat(losses, 1))
 
 
-def looped(
-    module: nn.Module,
-    trained: list[str],
-    loss: Loss,
-    x: Tensor,
-    y: Tensor,
-    clip: float,
-    *,
-    seeded: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
-) -> Sums:
-    """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with.
-
-    Each sample is computed within its own `seeded`, where there is one.
-    """
-    named = dict(module.named_parameters())
-    moving = [named[name] for name in trained]
-    total = [parameter.new_zeros(1, parameter.numel(), dtype=torch.float64) for parameter in moving]
-    norms, losses = [], []
-    for number in range(len(y)):
-        with seeded(number), torch.enable_grad():
-            value = loss.mean(module(x[number : number + 1]), y[number : number + 1])
-            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        kept, norm = measured({name: Dense(grad.reshape(1, -1)) for name, grad in zip(trained, grads, strict=True)})
-        weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
-        for sum, factor in zip(total, kept.values(), strict=True):
-            sum += factor.total(weights)
-        norms.append(norm)
-        losses.append(value.detach())
-    sums = dict(zip(trained, total, strict=True))
-    return Sums(_placed(named, sums, 1), torch.stack(norms, 1), torch.stack(losses)[None])
-
-
 def trained_names(architecture: Architecture) -> list[str]:
     """The parameters the model's author did not freeze."""
     return [name for name in architecture.parameters.names if name not in architecture.frozen]
 
 
-def _placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: int) -> Tensor:
+def placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: int) -> Tensor:
     """All parameters' sums side by side, zero where nothing is trained."""
     parts = [
         sums[name] if name in sums else parameter.new_zeros(clients, parameter.numel())
@@ -573,8 +554,20 @@ class PerSample:
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
-    def __call__(self, x: Tensor, y: Tensor, *, clients: int, clip: float, budget: int | None = None) -> Sums:
-        """The clipped sums of `clients` clients with equally many samples, those of a client in a row."""
+    def __call__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        clients: int,
+        clip: float,
+        budget: int | None = None,
+        counted: Tensor | None = None,
+    ) -> Sums:
+        """The clipped sums of `clients` clients with equally many samples, those of a client in a row.
+
+        Samples that are not `counted` are computed with the others, which round as they always do, and add nothing.
+        """
         plan = self._plan(x[:1], y[:1])
         each = len(y) // clients
         budget = budget or _budget(x.device)
@@ -588,20 +581,21 @@ class PerSample:
             count = min(whole, clients - start)
             first, end, size = start * each, (start + count) * each, at_once if whole == 1 else count * each
             spans = (slice(start, min(start + size, end)) for start in range(first, end, size))
-            parts.append(_summed(self._chunk(plan, x[span], y[span], count, clip) for span in spans))
+            shares = counted if counted is not None else torch.ones(len(y), dtype=torch.bool, device=x.device)
+            parts.append(_summed(self._chunk(plan, x[span], y[span], count, clip, shares[span]) for span in spans))
         return joined(parts)
 
-    def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float) -> Sums:
+    def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float, counted: Tensor) -> Sums:
         factors, losses = self._factors(plan, x, y)
         if factors:
             factors, norms = measured(factors)
         else:
             norms = torch.zeros_like(losses, dtype=torch.float64)
-        weights = clip_weights(norms, clip, working(losses.dtype)).reshape(clients, -1)
+        weights = (clip_weights(norms, clip, working(losses.dtype)) * counted).reshape(clients, -1)
         with full_precision():
             sums = {name: factor.total(weights) for name, factor in factors.items()}
-        placed = _placed(dict(self.module.named_parameters()), sums, clients)
-        return Sums(placed, norms.reshape(clients, -1), losses.reshape(clients, -1))
+        side_by_side = placed(dict(self.module.named_parameters()), sums, clients)
+        return Sums(side_by_side, norms.reshape(clients, -1), losses.reshape(clients, -1))
 
     def _factors(self, plan: _Plan, x: Tensor, y: Tensor) -> tuple[dict[str, Factor], Tensor]:
         """Every trained parameter's gradients of every sample, and the losses."""
