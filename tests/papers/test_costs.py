@@ -283,6 +283,8 @@ def test_the_papers_own_costs_of_a_step_meet_its_claims() -> None:
                 "bytes down": 0.85,
             }
         }
+    server, client_all = ([one[who][-1] for one in pbpfl._T3["printed"].values()] for who in ("server", "client"))
+    assert (server[1] - server[0]) / client_all[1] <= pbpfl._T3["negligible"]
     report = find("pbpfl-table3").report(made, False)
     assert report.word == "reproduced"
     client = next(row for row in report.rows if row[:2] == ("PBPFL", "client"))

@@ -200,6 +200,12 @@ def blind_guesses(report: Report, words: str) -> list[Check]:
     return [one for one in report.checks if words in one.claim and "blind guess" in one.claim]
 
 
+def test_the_papers_own_losses_of_accuracy_are_within_the_bound() -> None:
+    losses = [by_method["FedAvg"][0] - by_method["MP-DP"][0] for by_method in mpdp._T4["printed"].values()]
+    assert [round(one, 2) for one in losses] == [1.45, 2.94]
+    assert max(losses) <= mpdp._T4["points"]
+
+
 def test_a_run_that_diverged_is_named_as_such() -> None:
     results = {"cifar10/fedavg": {1: made_up(received=77)}, "cifar10/mpdp": {1: {"stopped": "the training diverged"}}}
     report = MPDP_ENTRY.report(results, False)
