@@ -163,19 +163,21 @@ def checks(table: Table, results: Results, quick: bool, *, beside: Score | None)
         if label == "fedavg":
             continue
         got, blind = found(label)
+        ours = label in table[CURIOUS]["ours"]
         for way in WAYS:
             claim = f"{start}: {title} leaves one nothing of the other's, {_HOW[way]}"
+            check = Check(claim, None, level(got.get(way)), ours=ours, adaptive=way == ALIGNED, topic=CURIOUS)
             if way not in got or blind is None or works is not True:
-                yield Check(claim, None, level(got.get(way)), topic=CURIOUS)
+                yield check
             else:
                 seen = f"{level(got[way])}; mean picture {blind.value:.1f}"
-                yield Check(claim, got[way].surely <= blind.value + margin, seen, topic=CURIOUS)
+                yield replace(check, held=got[way].surely <= blind.value + margin, seen=seen)
         claim = f"{start}: {title} defends as PPDL with the most noise does, {_HOW[RECEIVED]}"
         if RECEIVED not in got or beside is None:
-            yield Check(claim, None, topic=CURIOUS)
+            yield Check(claim, None, ours=ours, topic=CURIOUS)
         else:
             seen = f"{level(got[RECEIVED])} and {level(beside)} dB"
-            yield Check(claim, got[RECEIVED].surely <= beside.value + margin, seen, topic=CURIOUS)
+            yield Check(claim, got[RECEIVED].surely <= beside.value + margin, seen, ours=ours, topic=CURIOUS)
 
 
 def sheet_rows(table: Table, results: Results, quick: bool) -> list[tuple[str, Tensor]]:

@@ -50,10 +50,10 @@ from papers.attacks import (
     told,
     tried,
 )
-from papers.cells import Cell, Figures, Results, difference, figures_of, mean, number, numbers, standard_error
+from papers.cells import Cell, Figures, Results, difference, figures_of, mean, mean_of, number, numbers, standard_error
 from papers.entries import Draw, Table, read_paper
 from papers.reconstruction import BLIND, Pictures, Tried
-from papers.report import EMPTY, POINTS, Check, Report, above, paper, ratio, shown, within
+from papers.report import EMPTY, POINTS, Check, Report, above, beside_trained, paper, ratio, shown, within
 from papers.report import short as text
 from papers.stage import OnRound, Stage
 
@@ -124,18 +124,21 @@ def _table3_report(results: Results, quick: bool) -> Report:
         checks.append(membership.close_accuracy(results, veiled, plain, where, points=_T3["points"]))
         checks += membership.guesses(results, veiled, plain, where)
         for name in BASELINES:
-            checks += _better_than(results, name, where, veiled, membership.name_of(bench, name))
+            rival = membership.name_of(bench, name)
+            checks += _better_than(results, name, where, veiled, rival)
+            checks.append(membership.advantage(results, rival, plain, f"{where}, {name}"))
     return _T3.report(rows, checks, quick=quick, notes=membership.notes(_T3, there))
 
 
 def _better_than(results: Results, name: str, where: str, veiled: str, rival: str) -> Iterator[Check]:
     """The paper's claim: the best accuracy and the strongest defence of all."""
     gain = difference(numbers(results, veiled), numbers(results, rival))
-    yield above(f"{where}: lossless is more accurate than {name}", gain)
+    reached, guess = (mean_of(results, rival, one) for one in ("accuracy", "commonest"))
+    yield beside_trained(above(f"{where}: lossless is more accurate than {name}", gain), reached, guess)
     ours, theirs = (membership.members_told(results, one, "three", membership.RECEIVED) for one in (veiled, rival))
     claim = f"{where}: fewer members are told under lossless than under {name}"
     seen = f"{level(ours)} and {level(theirs)} by the last three layers"
-    yield Check(claim, _lower(ours, theirs), seen, topic=membership.MEMBERS)
+    yield beside_trained(Check(claim, _lower(ours, theirs), seen, topic=membership.MEMBERS), reached, guess)
 
 
 def _lower(ours: Score | None, theirs: Score | None) -> bool | None:
@@ -400,7 +403,7 @@ def _table4_row(found: _Inverted, label: str, way: str, name: str) -> tuple[str,
             name,
             f"{paper(accuracy)} / {text(found.number(label, 'accuracy'), '{:.1f}')}",
         ),
-        EMPTY if printed is None else f"{printed[0]:.0f}, {printed[1]:.0f}, {printed[2]:.1f} %",
+        EMPTY if printed is None else f"{', '.join(map(paper, printed))} %",
         *(*rates, *distances, row.chance, EMPTY if label == CONTROL else row.verdict),
     )
 
@@ -417,11 +420,10 @@ def _table4_checks(found: _Inverted) -> Iterator[Check]:
         seen = f"judge {_percent(bare)}, untrained {_percent(nothing)}"
         yield Check(claim, word == "as if unprotected" and not alike, seen, premise=True)
     yield _guessing(found, AS_IS, f"{start}: lossless leaves guessing")
-    yield _guessing(found, ADAPTIVE, f"{start}: lossless leaves guessing to who takes the head noise off")
+    taken_off = _guessing(found, ADAPTIVE, f"{start}: lossless leaves guessing to who takes the head noise off")
+    yield replace(taken_off, adaptive=True)
     for one in BASELINES:
-        ours, theirs = found.success(LOSSLESS, AS_IS), found.success(one, AS_IS)
-        seen = f"judge {_percent(ours)} and {_percent(theirs)}"
-        yield Check(f"{start}: lossless shows fewer classes than {one}", _lower(ours, theirs), seen)
+        yield from _beside(found, one, start)
     claim = f"{start}: pictures are farther from private data than FedAvg's"
     ratios, after = (
         [
@@ -447,6 +449,26 @@ def _table4_checks(found: _Inverted) -> Iterator[Check]:
         yield Check(claim, min(ratios[0], ratios[1]) > 1, seen)
 
 
+def _beside(found: _Inverted, rival: str, start: str) -> Iterator[Check]:
+    """The paper's claims of another defence: it shows more classes, and some (about half of them, as printed)."""
+    ours, theirs = found.success(LOSSLESS, AS_IS), found.success(rival, AS_IS)
+    reached, learned = found.number(rival, "accuracy"), found.number(rival, "classes")
+    guess = None if learned is None else 100 / learned
+    seen = f"judge {_percent(ours)} and {_percent(theirs)}"
+    fewer = Check(f"{start}: lossless shows fewer classes than {rival}", _lower(ours, theirs), seen)
+    yield beside_trained(fewer, reached, guess)
+    works = found.row(FEDAVG, AS_IS).verdict not in (EMPTY, INEFFECTIVE)
+    held = theirs.surely > _by_chance(found, rival) if theirs is not None and works else None
+    shows = Check(f"{start}: {rival} shows classes (to about 50 %, as printed)", held, f"judge {_percent(theirs)}")
+    yield beside_trained(shows, reached, guess)
+
+
+def _by_chance(found: _Inverted, label: str) -> float:
+    """What chance gives, or an untrained model at most."""
+    nothing = found.success(CONTROL, AS_IS)
+    return max(1 / (found.number(label, "outputs") or 1.0), (nothing.high if nothing is not None else None) or 0.0)
+
+
 def _guessing(found: _Inverted, way: str, claim: str) -> Check:
     """Whether success is no more than chance, or than an untrained model gives; open where FedAvg gives nothing."""
     ours, nothing, word = found.success(LOSSLESS, way), found.success(CONTROL, AS_IS), found.row(LOSSLESS, way).verdict
@@ -459,10 +481,7 @@ def _guessing(found: _Inverted, way: str, claim: str) -> Check:
         seen += f"; by the attacked model, as the paper counts: {_percent(paper)}, untrained {_percent(control)}"
     if word == INEFFECTIVE:
         return Check(claim, None, f"{seen}; {INEFFECTIVE} even on FedAvg's model")
-    guess = 1 / (found.number(LOSSLESS, "outputs") or 1.0)
-    return Check(
-        claim, ours.surely <= max(guess, 0.0 if nothing is None or nothing.high is None else nothing.high), seen
-    )
+    return Check(claim, ours.surely <= _by_chance(found, LOSSLESS), seen)
 
 
 def _table4_notes(results: Results, form: Mapping[str, Any]) -> Iterator[str]:
@@ -564,6 +583,7 @@ def _curve_report(results: Results, quick: bool) -> Report:
         )
         enough = min(len(plain), len(ours)) > 1
         checks.append(_ends_alike(run["name"], gap, error, difference(ours, plain), enough=enough, quick=quick))
+        checks.append(_alike_all_along(run["name"], results, label, early=_CURVES["early"]))
     return _CURVES.report(rows, checks, quick=quick, notes=_CURVES.notes())
 
 
@@ -708,9 +728,16 @@ def accuracy_report(table: Table, results: Results, quick: bool) -> Report:
         enough = min(len(plain), len(ours)) >= _T2["seeds"]
         apart = difference(ours, plain)
         checks.append(_ends_alike(name, gap, error, apart, enough=enough, quick=quick))
+        if "early" in table.data:
+            checks.append(_alike_all_along(name, results, label, early=table["early"]))
         if compared and loss == table["baseline_loss"] and (any(others.values()) or run.get("baselines") or quick):
+            guess = table["commonest"][run.get("data", form["settings"]["dataset"])]
             checks += [
-                above(f"{name}: lossless is more accurate than {one}", difference(ours, values))
+                beside_trained(
+                    above(f"{name}: lossless is more accurate than {one}", difference(ours, values)),
+                    mean(values),
+                    guess,
+                )
                 for one, values in others.items()
             ]
     return table.report(rows, checks, quick=quick, notes=table.notes())
@@ -753,6 +780,28 @@ def _ends_alike(
     if error > _T2["sure"]:
         return Check(claim, None, f"{seen}, too large to tell")
     return Check(claim, abs(gap) <= _T2["errors"] * error, seen)
+
+
+def _alike_all_along(name: str, results: Results, label: str, *, early: float) -> Check:
+    """The claim of both papers' Figure 3: the curves are one, but for their early part."""
+    claim = f"{name}: the curves are within {POINTS:g} points of each other after the first {100 * early:g} %"
+    plain, ours = (
+        {seed: one["curve"] for seed, one in results.get(f"{label}/{scheme}", {}).items() if one.get("curve")}
+        for scheme in (FEDAVG, LOSSLESS)
+    )
+    pairs = {seed: (plain[seed], ours[seed]) for seed in plain.keys() & ours.keys()}
+    there = min((len(one) for both in pairs.values() for one in both if isinstance(one, list)), default=0)
+    places = range(math.ceil(early * there), there)
+    gaps = [
+        {seed: b[place] - a[place] for seed, (a, b) in pairs.items() if isinstance(a, list) and isinstance(b, list)}
+        for place in places
+    ]
+    if not gaps:
+        return Check(claim, None)
+    widest = max(gaps, key=lambda gap: abs(mean(gap) or 0.0))
+    each = [within(claim, gap, POINTS).held for gap in gaps]
+    seen = f"{shown(widest, signed=True, digits=2)} at most, at test {places[gaps.index(widest)] + 1} of {there}"
+    return Check(claim, False if False in each else None if None in each else True, seen)
 
 
 def draw_accuracy(table: Table) -> Draw:

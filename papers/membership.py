@@ -27,9 +27,9 @@ from fedveil.audit.views import View
 from fedveil.errors import AttackError, NotApplicableError, NumericError
 from fedveil.runs.evaluation import predict
 from papers.attacks import INEFFECTIVE, VerdictRow, level, meaning, score_of, told, tried
-from papers.cells import Cell, Figures, Results, difference, figures_of, mean_of, numbers
+from papers.cells import Cell, Figures, Results, difference, figures_of, mean, mean_of, numbers
 from papers.entries import Table
-from papers.report import Check, paper, short, shown, within
+from papers.report import POINTS, Check, short, shown, within
 from papers.stage import OnRound, Stage
 
 MEMBERS = "members"
@@ -248,7 +248,7 @@ def verdict_row(results: Results, cell: str, plain: str, row: str) -> VerdictRow
     if ours is not None and bare is not None and nobody_told(results, cell):
         word = UNTRAINED
     gets, unprotected = (written(results, cell, row, way) for way in (ADAPTIVE, BARE))
-    return VerdictRow(NAMES[row], True, gets, paper(GUESS), unprotected, word)
+    return VerdictRow(NAMES[row], True, gets, f"{GUESS:.1f}", unprotected, word)
 
 
 def _share(found: Score | None) -> Score | None:
@@ -298,18 +298,36 @@ def guesses(results: Results, cell: str, plain: str, where: str) -> Iterator[Che
     """
     for way, how in ((RECEIVED, "as received"), (ADAPTIVE, "with the noise taken off")):
         for row, name in NAMES.items():
-            claim = f"{where}, {how}, {name}: a blind guess"
+            check = Check(f"{where}, {how}, {name}: a blind guess", None, topic=MEMBERS)
+            check = replace(check, adaptive=way == ADAPTIVE or row == LIKELIHOOD)
             ours, bare = members_told(results, cell, row, way), members_told(results, cell, row, BARE)
             if ours is None or bare is None:
-                yield Check(claim, None, _stopped(results, cell), topic=MEMBERS)
+                yield replace(check, seen=_stopped(results, cell))
                 continue
             seen = f"{level(ours)}; without the veil {level(bare)}"
             if nobody_told(results, cell):
-                yield Check(claim, None, f"{seen}: {UNTRAINED}", topic=MEMBERS)
+                yield replace(check, seen=f"{seen}: {UNTRAINED}")
             elif _blind(bare) or effective(results, plain, row) is not True:
-                yield Check(claim, None, f"{seen}: {INEFFECTIVE}", topic=MEMBERS)
+                yield replace(check, seen=f"{seen}: {INEFFECTIVE}")
             else:
-                yield Check(claim, _blind(ours), seen, topic=MEMBERS)
+                yield replace(check, held=_blind(ours), seen=seen)
+
+
+def advantage(results: Results, cell: str, plain: str, where: str) -> Check:
+    """The papers' claim of rivals, whose clients have the model: an attack tells more than a guess would.
+
+    Open where the model has learned its training samples no better than others: there are no members to tell.
+    """
+    claim = f"{where}: members are told better than by a guess (by about 10 points, as printed)"
+    found = members_told(results, cell, "three", RECEIVED)
+    if found is None or found.low is None or effective(results, plain, "three") is not True:
+        return Check(claim, None, level(found), topic=MEMBERS)
+    better = found.low > GUESS
+    overfit = mean(difference(numbers(results, cell, "train accuracy"), numbers(results, cell)))
+    if not better and overfit is not None and overfit < POINTS:
+        seen = f"{level(found)}: no members to tell, {overfit:+.1f} points on training samples"
+        return Check(claim, None, seen, topic=MEMBERS)
+    return Check(claim, better, level(found), topic=MEMBERS)
 
 
 def _stopped(results: Results, cell: str) -> str:

@@ -321,9 +321,14 @@ def _table2_claims(grown: _Grown) -> Iterator[Check]:
 # Figure 3: sampling rates.
 
 
-def sampled(clients: int, rate: float, scheme: str) -> str:
-    """The name of a cell of Figure 3."""
-    return f"mnist/n{clients}/q{rate:g}/{scheme}"
+def sampled(clients: int, rate: float, scheme: str, epsilon: float | None = None) -> str:
+    """The name of a cell of Figure 3; the ε of most goes without saying."""
+    start = f"mnist/n{clients}/q{rate:g}"
+    return f"{start}/{scheme}" if epsilon in (None, _F3["epsilon"]) else f"{start}/eps{epsilon:g}/{scheme}"
+
+
+def _fig3_epsilons(form: Mapping[str, Any]) -> list[float]:
+    return [_F3["epsilon"], *form.get("more_epsilons", ())]
 
 
 def _fig3_cells(quick: bool) -> tuple[Cell, ...]:
@@ -336,10 +341,13 @@ def _fig3_cells(quick: bool) -> tuple[Cell, ...]:
             "clients": clients,
             "cohort": rate,  # q·N clients, as stored figures have it; `sampling_rate` would draw each by itself
         }
-        noise = {**_PAPER["noise"], **form.get("noise", {}), "epsilon": _F3["epsilon"]}
-        for label in ("fedavg", "ldp", "nadp"):
-            settings = {**shared, **({} if label == "fedavg" else noise), **_PAPER["schemes"][label]}
-            found.append(Cell(sampled(clients, rate, label), settings, form.get("samples"), _F3["tiers"]))
+        noise, samples, tiers = {**_PAPER["noise"], **form.get("noise", {})}, form.get("samples"), _F3["tiers"]
+        plain = {**shared, **_PAPER["schemes"]["fedavg"]}
+        found.append(Cell(sampled(clients, rate, "fedavg"), plain, samples, tiers))
+        for epsilon, label in itertools.product(_fig3_epsilons(form), ("ldp", "nadp")):
+            settings = {**shared, **noise, "epsilon": epsilon, **_PAPER["schemes"][label]}
+            name, usual = sampled(clients, rate, label, epsilon), epsilon == _F3["epsilon"]
+            found.append(Cell(name, settings, samples, tiers, usual))
     return tuple(found)
 
 
@@ -352,15 +360,19 @@ def _fig3_report(results: Results, quick: bool) -> Report:
     }
     rows, checks = [], [trained(plain)]
     meets: dict[str, float] = {}
+    most: dict[int, dict[float, dict[int, float]]] = {}
     for clients in form["clients"]:
-        margins = []
-        for rate in rates:
-            ours = [numbers(results, sampled(clients, rate, one)) for one in ("fedavg", "ldp", "nadp")]
-            noise = [mean_of(results, sampled(clients, rate, one), "noise") for one in ("ldp", "nadp")]
+        by_epsilon: dict[float, list[dict[int, float]]] = {}
+        for epsilon, rate in itertools.product(_fig3_epsilons(form), rates):
+            names = [sampled(clients, rate, one, epsilon) for one in ("ldp", "nadp")]
+            ours = [numbers(results, one) for one in (sampled(clients, rate, "fedavg"), *names)]
             gap = difference(ours[2], ours[1])
-            margins.append(gap)
-            shares = [short(one, "{:.4f}") for one in noise]
-            rows.append((str(clients), f"{rate:g}", *map(shown, ours), *shares, shown(gap, signed=True)))
+            by_epsilon.setdefault(epsilon, []).append(gap)
+            shares = [short(mean_of(results, one, "noise"), "{:.4f}") for one in names]
+            start = (str(clients), f"{rate:g}", f"{epsilon:g}")
+            rows.append((*start, *map(shown, ours), *shares, shown(gap, signed=True)))
+        margins = by_epsilon[_F3["epsilon"]]
+        most[clients] = {epsilon: gaps[-1] for epsilon, gaps in by_epsilon.items()}
         gains = [mean(one) for one in margins]
         if (place := _crossing(dict(zip(rates, gains, strict=True)))) is not None:
             meets[f"N = {clients}"] = place
@@ -373,8 +385,19 @@ def _fig3_report(results: Results, quick: bool) -> Report:
     if len(form["clients"]) > 1:
         claim = "the more clients there are, the lower the sampling rate from which on NADP is ahead"
         checks.append(_in_order(claim, meets, rising=False))
+        checks += _larger_advantage(most, rates[-1])
     notes = [*_F3.notes(), *([form["note"]] if quick else [])]
     return _F3.report(rows, checks, quick=quick, notes=notes)
+
+
+def _larger_advantage(most: Mapping[int, Mapping[float, Mapping[int, float]]], rate: float) -> Iterator[Check]:
+    """The paper's claim of NADP's advantage: it grows as ε falls, and as there are more clients."""
+    for clients, by_epsilon in most.items():
+        named = [f"ε = {epsilon:g}" for epsilon in by_epsilon]
+        claim = f"NADP's advantage grows as ε falls at N = {clients}, q = {rate:g}"
+        yield rising(claim, list(by_epsilon.values()), named, runs=_OF_MARGINS)
+    claim, margins = f"NADP's advantage grows with N at q = {rate:g}", [one[_F3["epsilon"]] for one in most.values()]
+    yield rising(claim, margins, [f"N = {clients}" for clients in most], runs=_OF_MARGINS)
 
 
 # Figure 4: dropouts.
@@ -496,6 +519,23 @@ def _crossings(results: Results, found: Sequence[Drops], rates: Sequence[float])
         size = "the paper's" if whole else "reduced"
         claim = f"{size} size, ε = {epsilon:g}: LDP overtakes NADP at a higher dropout rate the more clients there are"
         yield _in_order(claim, places, rising=True)
+        yield _diminished(results, [one for one in found if (one.whole, one.epsilon) == (whole, epsilon)], rates)
+
+
+def _diminished(results: Results, panels: Sequence[Drops], rates: Sequence[float]) -> Check:
+    """The paper's claim of λ: what a larger one costs is less the more clients there are."""
+    costs = []
+    for panel in panels:
+        each = [
+            difference(*(numbers(results, panel.cell(rate, f"nadp-{strength}")) for strength in ("1.0", "1.4")))
+            for rate in rates
+        ]
+        seeds = set.intersection(*(set(one) for one in each))
+        costs.append({seed: sum(one[seed] for one in each) / len(each) for seed in sorted(seeds)})
+    size = "the paper's" if panels[0].whole else "reduced"
+    claim = f"{size} size, ε = {panels[0].epsilon:g}: λ = 1.4 costs less the more clients there are (mean over rates)"
+    named = [f"N = {panel.clients}" for panel in panels]
+    return rising(claim, costs[::-1], named[::-1], runs=_OF_MARGINS)
 
 
 def _in_order(claim: str, places: Mapping[str, float], *, rising: bool) -> Check:
@@ -530,6 +570,8 @@ MOST = 0.9
 
 FALSE_ALARMS = 1e-3
 _RECOGNISED, _ALIKE = 0.01, 3.0
+_PRINTED = "{:.4g}"
+"""As many digits as the paper prints."""
 _MEASURES = ("mse", "ssim", "features")
 _STILL = 1e-9
 _LEAST = 1 / 3
@@ -773,8 +815,8 @@ def _lines(rows: _Rows) -> Iterator[tuple[str, ...]]:
     if not rows.quick:
         for row in _T4["printed_rows"]:
             theirs = (printed_attack(UNNAMED, row, what) for what in _MEASURES)
-            told = (f"{_pair(one or ())} / {EMPTY}" for one in theirs)
-            yield (f"{UNNAMED} in the paper", EMPTY, name_of(row), EMPTY, EMPTY, EMPTY, *told, EMPTY)
+            told = (f"{_pair(one or (), _PRINTED)} / {EMPTY}" for one in theirs)
+            yield ("the paper's third", EMPTY, name_of(row), EMPTY, EMPTY, EMPTY, *told, EMPTY)
 
 
 def _line(rows: _Rows, data: str, size: int | None, row: str) -> tuple[str, ...]:
@@ -801,7 +843,7 @@ def _both(rows: _Rows, data: str, size: int | None, row: str, what: str) -> str:
     found = [rows.listed(data, size, row, f"{one} {what}") for one in ATTACKS]
     theirs = printed_attack(data, row, what)
     ours, mean = ([of(one) if one else None for one in found] for of in (best, lambda one: sum(one) / len(one)))
-    return f"{EMPTY if theirs is None else _pair(theirs)} / {_pair(ours)} (mean {_pair(mean)})"
+    return f"{EMPTY if theirs is None else _pair(theirs, _PRINTED)} / {_pair(ours)} (mean {_pair(mean)})"
 
 
 def _pair(values: Sequence[float | None], form: str = "{:.3g}") -> str:

@@ -36,9 +36,12 @@ How to read it. The verdict is counted from figures, not chosen:
 - **not decidable**: no claim could be judged, or those that held stand on something that did not: an attack that does
   not work without protection, a model that does not train. What does not hold is refuted all the same.
 
-Claims are the paper's, judged by its own attacks and by attackers who know the scheme. What we claim besides stands on
-the entries' pages, marked as ours, and decides nothing here. Of two accuracies one is higher where the difference lies
-outside its 95 % interval over seeds; with one seed, where it is more than {POINTS:g} points. What lies closer is open.
+Claims are the paper's, judged by its own attacks and comparisons and, where it speaks of curious clients or servers as
+such, by attackers of ours, whom it did not run: they know the scheme, or weigh likelihoods. One of them is enough to
+refute such a claim; where one does, the reasons say first how many claims held by the paper's own attacks and
+comparisons and how many against attackers of ours. What we claim besides stands on the entries' pages, marked as ours,
+and decides nothing here. Of two accuracies one is higher where the difference lies outside its 95 % interval over
+seeds; with one seed, where it is more than {POINTS:g} points. What lies closer is open.
 Where a claim names a bound (at least ten times, at most 3 points), the bound is ours, put where the paper has a word
 or a printed figure.
 
@@ -77,12 +80,13 @@ _CLAIMS: Mapping[str, tuple[str, Sequence[Entry], str, str]] = {
     "pbpfl": (
         "PBPFL",
         pbpfl.ENTRIES,
-        "Under a perturbed model clients know neither its course nor its end, the server learns no raw data, and the "
-        "error is that of plain federated learning.",
-        "What the server learns is in no table of the paper, and in our [audits](results/audits.md): with each upload "
-        "come statistics that give a batch of one away in closed form, as bare gradients do. So PBPFL hides no more "
-        "from it than plain averaging; the paper's extended scheme does (`veil-secagg`). That clients do not learn the "
-        "model's course does not hold against one that aligns two rounds ([alignment](results/alignment.md)).",
+        "Under a perturbed model clients know neither its course nor its end, the error is that of plain federated "
+        "learning, and the server learns no more than in plain federated learning.",
+        "What the server learns is in no table of the paper, and in our [audits](results/audits.md); it holds: with "
+        "each upload come statistics that give a batch of one away in closed form, as bare gradients do, and no more "
+        "is claimed. The paper's extension hides single uploads by masks that add up to zero; here `veil-secagg` does, "
+        "which is ours and lets clients drop out. That clients do not learn the model's course does not hold against "
+        "one that aligns two rounds ([alignment](results/alignment.md)).",
     ),
     "paraaegis": (
         "ParaAegis",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from papers.cells import difference, mean, standard_error
 
@@ -25,6 +26,7 @@ class Check:
 
     A `premise` is what claims of its `topic` stand on, such as that an attack works without protection: where it holds,
     nothing of the paper is reproduced yet. One of `ours` stands beside the paper's, of which it decides nothing.
+    `adaptive`: a claim of the paper's that an attacker of ours judges, whom it did not run: one who knows the scheme.
     """
 
     claim: str
@@ -32,6 +34,7 @@ class Check:
     seen: str = ""
     premise: bool = False
     ours: bool = False
+    adaptive: bool = False
     topic: str = ""
 
     @property
@@ -126,11 +129,24 @@ class Report:
         return f"so far {self.word}" if waiting and self.word != UNDECIDED else self.word
 
     @property
+    def by_whom(self) -> str:
+        """Where attackers of ours refute a claim: how many held by the paper's own means, and how many against them."""
+        whose = {
+            False: "by the paper's own attacks and comparisons",
+            True: "by attackers of ours, who know the scheme,",
+        }
+        parts = {words: [one.held for one in self.judged if one.adaptive is kind] for kind, words in whose.items()}
+        if all(parts[whose[True]]):
+            return ""
+        return ", ".join(f"{words} {sum(map(bool, held))} of {len(held)} held" for words, held in parts.items() if held)
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why the word is what it is; open claims are named, not counted."""
         waiting = len(self.claims) - len(self.judged)
         failed = [one for one in self.checks if one.held is False and not one.ours]
-        told = [f"{'what it stands on ' * one.premise}did not hold: {one.claim}" for one in failed]
+        told = [self.by_whom] if self.by_whom else []
+        told += [f"{'what it stands on ' * one.premise}did not hold: {one.claim}" for one in failed]
         if self.word == UNDECIDED and not failed:
             told.append("no claim can be judged by the cells there are")
         if self.word == ELSEWHERE:
@@ -193,16 +209,24 @@ def shown(values: Mapping[int, float], *, signed: bool = False, digits: int = 1)
 
 
 def paper(value: float | None) -> str:
-    """A paper's figure, or a dash."""
-    return EMPTY if value is None else f"{value:.1f}"
+    """A paper's figure with the decimals it has, two at most; or a dash."""
+    return EMPTY if value is None or math.isnan(value) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def trained(found: Mapping[str, float | None]) -> Check:
+def trained(found: Mapping[str, float | None], *, least: float = _TRAINED, where: str = "", topic: str = "") -> Check:
     """What margins between noisy runs stand on: that the same training without noise gets somewhere."""
     there = {name: value for name, value in found.items() if value is not None}
     seen = ", ".join(f"{name}: {value:.1f}" for name, value in there.items())
-    held = all(value >= _TRAINED for value in there.values()) if there and len(there) == len(found) else None
-    return Check(f"without DP the model trains (at least {_TRAINED:g} %)", held, seen, premise=True)
+    held = all(value >= least for value in there.values()) if there and len(there) == len(found) else None
+    return Check(f"{where}without DP the model trains (at least {least:g} %)", held, seen, premise=True, topic=topic)
+
+
+def beside_trained(found: Check, accuracy: float | None, guess: float | None) -> Check:
+    """A comparison with a rival; open where the rival's model is no better than a guess, up to `POINTS`."""
+    if accuracy is None or guess is None or accuracy > guess + POINTS:
+        return found
+    why = f"the rival has not trained: {accuracy:.1f} %, by a guess {guess:.1f}"
+    return replace(found, held=None, seen=f"{found.seen}; {why}" if found.seen else why)
 
 
 _CONFIDENCE = 0.95

@@ -167,11 +167,11 @@ def test_costs_of_a_slice_are_scaled_to_the_network_and_keys_are_not() -> None:
     row = dict(
         zip(report.columns, next(one for one in report.rows if one[:3] == ("cifar10", "5", "TP-SMC")), strict=True)
     )
-    assert row["Grad_Enc"] == "23.1 / 23.1"
+    assert row["Grad_Enc"] == "23.15 / 23.1"
     assert row["Key_Gen"] == "0.23 / 0.023"
     assert row["MP"] == "– / 0"
     assert row["Train"] == "1.53 / 1.4"
-    assert (row["an epoch: paper"], row["a round here"]) == ("34.4", "35.5")
+    assert (row["an epoch: paper"], row["a round here"]) == ("34.37", "35.5")
     assert float(row["an epoch here"]) == pytest.approx(35.54 * 50000 / (5 * 256), rel=0.01)
     held = {one.claim: one.held for one in report.checks}
     assert held["cifar10, K = 5: PILE's round takes at least ten times MP-DP's"] is True
@@ -180,7 +180,7 @@ def test_costs_of_a_slice_are_scaled_to_the_network_and_keys_are_not() -> None:
     assert held["cifar10, K = 5: MP_Server and DDP_Client take at most 32% of MP-DP's round, as printed"] is True
 
 
-@pytest.mark.parametrize(("noise", "expected"), [(0.08, True), (0.1, None), (0.2, False)])
+@pytest.mark.parametrize(("noise", "expected"), [(0.08, True), (0.1, None), (0.2, None), (0.3, False)])
 def test_a_ratio_of_seconds_that_two_timings_differ_by_decides_nothing(noise: float, expected: bool | None) -> None:
     slower = printed_costs()
     slower["cifar10/k5/mpdp"][1]["noise"] = noise
@@ -189,18 +189,30 @@ def test_a_ratio_of_seconds_that_two_timings_differ_by_decides_nothing(noise: fl
 
 
 def test_a_table_is_held_to_the_ratios_that_it_prints_itself() -> None:
-    """Of one thing the paper prints other seconds in its Tables 1 and 5."""
+    """Of one thing the paper prints other seconds in its Tables 1 and 5, and it was timed twice here: judged once."""
     first, fifth = (
         {one.claim for one in find(name).report({}, False).checks} for name in ("mpdp-table1", "mpdp-table5")
     )
-    claim = "cifar100, K = 100: MP-DP's round takes at most {} times FedAvg's, as printed"
-    assert claim.format("1.17") in first
-    assert claim.format("1.21") in fifth
+    assert "cifar100, K = 100: MP-DP's round takes at most 1.21 times FedAvg's, as printed" in fifth
+    assert not any("round takes" in one for one in first)
+
+
+def test_ratios_of_a_small_network_decide_nothing_of_the_papers() -> None:
+    made: Made = {}
+    for work in mpdp._COSTS["works"]:
+        made[f"digits/pace/{work}"] = {1: {"parameters": 100, "training": 1.0, "perturbing": 9.0, "recovering": 9.0}}
+    for label in mpdp.METHODS:
+        timed = dict.fromkeys(mpdp._TIMED.values(), 10.0 if mpdp._COSTS["methods"][label].get("sliced") else 0.0)
+        made[f"digits/k5/{label}"] = {1: {"parameters": 100, **timed}}
+    checks = find("mpdp-table5").report(made, True).checks
+    of_fedavg = [one for one in checks if "FedAvg" in one.claim or "MP_Server" in one.claim]
+    assert [one.held for one in of_fedavg] == [None] * 3
+    assert all("of a small network" in one.seen for one in of_fedavg)
 
 
 def test_training_that_takes_longer_and_mechanisms_that_take_much_are_seen() -> None:
     slower = printed_costs()
-    slower["cifar10/pace/veiled"] = {1: {"parameters": 1000, "training": 2.6, "perturbing": 2.0, "recovering": 0.02}}
+    slower["cifar10/pace/veiled"] = {1: {"parameters": 1000, "training": 2.9, "perturbing": 2.5, "recovering": 0.02}}
     held = {one.claim: one.held for one in find("mpdp-table5").report(slower, False).checks}
     assert held["cifar10, K = 5: MP-DP's training and adding take what FedAvg's do (up to 1.25 times)"] is False
     assert held["cifar10, K = 5: MP_Server and DDP_Client take at most 32% of MP-DP's round, as printed"] is False
@@ -212,10 +224,10 @@ def test_the_time_to_a_target_is_that_of_the_rounds_it_takes() -> None:
         results[f"cifar10/k5/train/{label}"] = {1: {"evaluated": [39.0, 78.0, 117.0], "curve": list(curve)}}
     report = find("mpdp-table1").report(results, False)
     rows = {one[2]: dict(zip(report.columns, one, strict=True)) for one in report.rows if one[:2] == ("cifar10", "5")}
-    assert rows["FedAvg"]["to the target"] == f"65.7 / {78 * 1.45:.3g}"
+    assert rows["FedAvg"]["to the target"] == f"65.68 / {78 * 1.45:.3g}"
     assert rows["FedAvg"]["accuracy, %"] == "84.60 / 80.00"
     assert rows["PILE"]["accuracy, %"] == "83.74 / 80.00 (= FedAvg)"
-    assert rows["MP-DP"]["to the target"] == "122 / never"
+    assert rows["MP-DP"]["to the target"] == "121.8 / never"
     assert rows["MP-DP for S = 1/b"]["accuracy, %"] == "– / –"
     (reached,) = (one for one in report.checks if "reaches the target" in one.claim and one.held is not None)
     assert (reached.held, reached.seen) == (False, "never")
@@ -225,12 +237,26 @@ def test_the_time_to_a_target_is_that_of_the_rounds_it_takes() -> None:
     assert (ahead.held, ahead.seen) == (False, "-6.0")
 
 
+def test_others_take_hundreds_of_times_as_long_to_a_target() -> None:
+    def held(rival: float, ours: float) -> list[bool | None]:
+        """By the round in which a model reaches the target, after a hundred that do not."""
+        results = printed_costs()
+        for label, reached in (("mpdp", ours), ("tp-smc", rival), ("fedavg", rival)):
+            results[f"cifar10/k5/train/{label}"] = {1: {"evaluated": [1.0, reached], "curve": [10.0, 70.0]}}
+        checks = find("mpdp-table1").report(results, False).checks
+        return [one.held for one in checks if "time to the target" in one.claim and one.seen]
+
+    # A round takes 16, 633 and 1,689 times MP-DP's, as Table 5 has it.
+    assert held(100.0, 100.0) == [True, True, True]
+    assert held(20.0, 100.0) == [False, False, True]
+
+
 def test_a_scheme_that_is_not_built_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpdp, "built", lambda scheme: scheme != "hybridalpha" and built(scheme))
     rows = [row for row in find("mpdp-table5").report({}, False).rows if row[2].startswith("HybridAlpha")]
     assert len(rows) == 4
     assert all(row[2] == "HybridAlpha (not built)" for row in rows)
-    assert rows[0][6] == "551 / –"
+    assert rows[0][6] == "550.51 / –"
     assert not any("hybridalpha" in one.name for one in find("mpdp-table5").cells(False))
 
 
@@ -257,6 +283,8 @@ def test_the_papers_own_costs_of_a_step_meet_its_claims() -> None:
                 "bytes down": 0.85,
             }
         }
+    server, client_all = ([one[who][-1] for one in pbpfl._T3["printed"].values()] for who in ("server", "client"))
+    assert (server[1] - server[0]) / client_all[1] <= pbpfl._T3["negligible"]
     report = find("pbpfl-table3").report(made, False)
     assert report.word == "reproduced"
     client = next(row for row in report.rows if row[:2] == ("PBPFL", "client"))
@@ -264,6 +292,8 @@ def test_the_papers_own_costs_of_a_step_meet_its_claims() -> None:
     made["pbpfl"] = {1: {**made["pbpfl"][1], "training": 10.0}}
     assert find("pbpfl-table3").report(made, False).checks[0].held is False
     made["pbpfl"] = {1: {**made["pbpfl"][1], "recovering": 3.0, "bytes down": 2.55}}
+    added = next(one for one in find("pbpfl-table3").report(made, False).checks if "negligible" in one.claim)
+    assert "its own time grows from 50 to 779 s, 15.57 times (printed: 1.08)" in added.seen
     failed = [one.claim for one in find("pbpfl-table3").report(made, False).checks if one.held is False]
     assert any("what the server adds is negligible" in one for one in failed)
     assert any("sends a client of pbpfl as much" in one for one in failed)

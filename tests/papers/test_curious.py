@@ -79,6 +79,8 @@ def test_nothing_is_claimed_where_plain_averaging_gives_nothing_away(
     assert {one.held for one in missing} == {None}
     *_, high = list(curious.checks(TABLE, results, True, beside=interval([0.5, 0.6])))[:4]
     assert high.held is False
+    assert [one.adaptive for one in (as_sent, claim, level)] == [False, True, False]
+    assert [one.ours for one in (as_sent, claim, level, *missing)] == [False] * 3 + [True] * 3  # not the paper's scheme
     *_, unknown = list(curious.checks(TABLE, results, True, beside=None))[:4]
     assert unknown.held is None
 

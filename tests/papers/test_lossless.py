@@ -167,6 +167,18 @@ def test_nothing_follows_where_the_attack_gets_nothing_from_an_open_model() -> N
     assert all(check.held is None for check in ENTRY.report({}, False).checks)
 
 
+def test_other_defences_show_classes_unless_they_have_not_trained() -> None:
+    def signs(accuracy: float, rate: float) -> list[str]:
+        results = made_up({("ppdl", AS_IS): rate})
+        results["digits/ppdl"][1] |= {"accuracy": accuracy, "classes": 5}
+        return [found(results, words).sign for words in ("fewer classes than ppdl", "ppdl shows classes")]
+
+    assert signs(90.0, 0.5) == ["yes", "yes"]
+    assert signs(90.0, 0.08) == ["open", "no"]
+    assert signs(21.0, 0.5) == ["open", "open"]  # a guess of five classes is right 20 times of 100
+    assert [one.adaptive for one in ENTRY.report(made_up(), True).checks if "head noise off" in one.claim] == [True] * 2
+
+
 def test_the_sheet_has_a_row_for_every_attack() -> None:
     results = made_up()
     assert len(sheet_rows(results, True)) == 8
@@ -180,6 +192,24 @@ def test_on_digits_the_noise_hides_classes_only_until_it_is_taken_off(tmp_path: 
     assert held["class inversion of FedAvg's model shows its classes"] is True
     assert held["lossless leaves guessing"] is True
     assert held["lossless leaves guessing to who takes the head noise off"] is False
+
+
+def test_curves_are_one_after_their_early_part() -> None:
+    def held(*gaps: float) -> tuple[bool | None, str]:
+        results: dict[str, dict[int, Figures]] = {}
+        for seed in (1, 2, 3):
+            plain = [50.0 + place + seed for place in range(len(gaps))]
+            results.setdefault("cnn/k5/square/fedavg", {})[seed] = {"curve": plain}
+            ours = [one + gap for one, gap in zip(plain, gaps, strict=True)]
+            results.setdefault("cnn/k5/square/lossless", {})[seed] = {"curve": ours}
+        checks = find("pbpfl-table2").report(results, True).checks
+        (one,) = (one for one in checks if "5 clients" in one.claim and "the curves are within" in one.claim)
+        return one.held, one.seen
+
+    assert held(9.0, 0.5, -1.0, 0.0) == (True, "-1.00 ± 0.00 at most, at test 3 of 4")
+    assert held(0.0, 0.5, 3.0, 0.0)[0] is False
+    assert find("pbpfl-table2").report({}, True).checks[-1].held is None
+    assert any("the curves are within" in one.claim for one in find("curves").report({}, False).checks)
 
 
 TABLE2 = find("lossless-table2")
@@ -254,6 +284,7 @@ def test_the_papers_other_defences_stand_beside_the_method_and_are_less_accurate
     start = "resnet20, 5 clients, cross-entropy: lossless is more accurate than"
     assert claims(accuracies()) == {f"{start} {one}": True for one in ("ppdl", "dbcl", "spn")}
     assert claims(accuracies(dbcl=93.0))[f"{start} dbcl"] is False
+    assert claims(accuracies(dbcl=11.0))[f"{start} dbcl"] is None  # it has not trained
     assert set(claims({}).values()) == {None}
     rows = entry.report(accuracies(), False).rows
     row = next(one for one in rows if one[:3] == ("resnet20", "5", "cross-entropy"))
@@ -273,7 +304,7 @@ def test_members_told_under_the_other_defences_stand_under_the_papers_figures() 
     told: Figures = {"accuracy": 80.0, "last received": 61.0, "last received low": 55.0, "last received high": 67.0}
     rows = find("lossless-table3").report({"cifar10/ppdl": {1: told}}, False).rows
     (row,) = (one for one in rows if one[:2] == ("cifar10", "ppdl: last layer"))
-    assert row[5:7] == ("61.3", "61.0 [55.0, 67.0]")
+    assert row[5:7] == ("61.33", "61.0 [55.0, 67.0]")
 
 
 def test_pictures_of_figure_5_are_judged_beside_fedavg() -> None:

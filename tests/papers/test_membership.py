@@ -103,7 +103,7 @@ def test_a_veil_that_holds_reproduces_the_table_at_its_accuracy_alone() -> None:
     report = lossless(made_up(93.0, received=77), veiled(93.0, received=50, adaptive=51, bare=77))
     assert report.standing == "so far reproduced"
     elsewhere = lossless(made_up(received=77), veiled(received=50, adaptive=51, bare=77))
-    assert elsewhere.verdict.startswith("so far holds at other numbers: accuracy, FedAvg, %: 50.0, printed 93.2")
+    assert elsewhere.verdict.startswith("so far holds at other numbers: accuracy, FedAvg, %: 50.0, printed 93.18")
     assert {row[-1] for row in report.rows if row[1] == "last layer"} == {"nothing"}
 
 
@@ -128,6 +128,33 @@ def test_the_method_is_judged_beside_the_other_defences() -> None:
     assert fewer == [{"yes"}, {"open"}, {"no"}]
     ahead = [signs(report, f"lossless is more accurate than {one}") for one in ("ppdl", "dbcl", "spn")]
     assert ahead == [{"yes"}, {"yes"}, {"no"}]
+    told = [signs(report, f", {one}: members are told better") for one in ("ppdl", "dbcl", "spn")]
+    assert told == [{"yes"}, {"no"}, {"no"}]
+
+
+def test_a_defence_whose_model_has_not_trained_is_no_rival() -> None:
+    made = {
+        "fedavg": made_up(received=77),
+        "lossless": veiled(received=80, adaptive=80, bare=80),
+        "dbcl": {**made_up(11.0, received=50), "commonest": 10.0, "train accuracy": 12.0},
+    }
+    report = LOSSLESS_ENTRY.report(
+        {f"cifar10/{name}": dict.fromkeys((1, 2, 3), one) for name, one in made.items()}, False
+    )
+    for words in ("more accurate than dbcl", "fewer members are told under lossless than under dbcl"):
+        assert signs(report, "cifar10: ", words) == {"open"}
+        assert "has not trained" in next(one.seen for one in report.checks if words in one.claim)
+    assert signs(report, "cifar10, dbcl: members are told better") == {"open"}
+
+
+def test_attackers_whom_the_paper_did_not_run_are_told_apart() -> None:
+    report = lossless(made_up(received=77), veiled(received=50, adaptive=76, bare=77))
+    ours = {one.claim for one in report.checks if one.adaptive}
+    assert all("noise taken off" in one or "likelihood ratio" in one for one in ours)
+    assert len([one for one in ours if one.startswith("cifar10,")]) == len(ROWS) + 1
+    assert (
+        "own attacks and comparisons 5 of 5 held, by attackers of ours, who know the scheme, 1 of 6" in report.verdict
+    )
 
 
 def test_an_attack_that_fails_without_protection_settles_nothing() -> None:
@@ -171,6 +198,12 @@ def test_a_model_that_was_never_trained_says_nothing_about_its_veil() -> None:
 
 def blind_guesses(report: Report, words: str) -> list[Check]:
     return [one for one in report.checks if words in one.claim and "blind guess" in one.claim]
+
+
+def test_the_papers_own_losses_of_accuracy_are_within_the_bound() -> None:
+    losses = [by_method["FedAvg"][0] - by_method["MP-DP"][0] for by_method in mpdp._T4["printed"].values()]
+    assert [round(one, 2) for one in losses] == [1.45, 2.94]
+    assert max(losses) <= mpdp._T4["points"]
 
 
 def test_a_run_that_diverged_is_named_as_such() -> None:

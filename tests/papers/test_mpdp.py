@@ -176,14 +176,55 @@ def test_without_any_cell_every_claim_is_open() -> None:
 
 
 def test_mpdp_is_judged_beside_every_scheme_of_the_papers() -> None:
-    claim = "less of MP-DP than of any other scheme"
+    claim = "less of MP-DP than of any other scheme of the paper's, by PSNR"
     others = {one: {"idlg": 30.0} for one in ("fedavg", "mp-cdp", "pile", "tp-smc", "hybridalpha")}
     apart = made_up({**others, "mpdp": {"idlg": 4.0}})
     assert found(apart, claim).held is True
     assert found(made_up({**others, "mpdp": {"idlg": 4.0}, "pile": {"idlg": 4.1}}), claim).held is None
-    assert found(made_up({**others, "mpdp": {"idlg": 9.0}, "pile": {"idlg": 4.1}}), claim).held is False
+    assert found(made_up({**others, "mpdp": {"idlg": 25.0}, "pile": {"idlg": 20.0}}), claim).held is False
+    # Both lie no higher than the mean picture (11 dB) and the margin: neither shows anything.
+    below = found(made_up({**others, "mpdp": {"idlg": 9.0}, "pile": {"idlg": 4.1}}), claim)
+    assert below.held is None
+    assert below.seen.endswith("no more than of MP-DP, or than the mean picture: PILE")
     del apart[LENET.cell("hybridalpha")]
     assert found(apart, claim).held is None
+
+
+@pytest.mark.parametrize(("measure", "title"), [("mse", "Test-MSE"), ("features", "Feat-MSE")])
+def test_mpdp_is_judged_by_errors_too(measure: str, title: str) -> None:
+    claim = f"than of any other scheme of the paper's, by {title}"
+
+    def judged(ours: float, others: float) -> bool | None:
+        results = made_up()
+        for scheme in TABLE["printed"]:
+            error = ours if scheme == "mpdp" else others
+            results[LENET.cell(scheme)][1] |= {
+                f"idlg {measure}": [error] * 4,
+                f"mean picture {measure}": [0.3] * 4,
+            }
+        return found(results, claim).held
+
+    assert judged(2.0, 0.01) is True
+    assert judged(0.001, 0.01) is False
+    assert judged(2.0, 0.2) is None
+
+
+def test_table_3_judges_mpdp_beside_the_schemes_it_has() -> None:
+    entry = find("mpdp-table3")
+    place = "ham10000/lenet-sigmoid/b1"
+
+    def judged(**psnr: float) -> bool | None:
+        results: dict[str, dict[int, Figures]] = {REFERENCES: {1: {"idlg reference": 60.0, "idlg asked": 20.0}}}
+        for scheme, value in psnr.items():
+            figures: Figures = {"idlg psnr": [value - 0.1, value + 0.1], "mean picture psnr": [11.0, 11.0]}
+            results[f"{place}/{scheme.replace('_', '-')}"] = {1: figures}
+        checks = entry.report(results, False).checks
+        (one,) = (one for one in checks if "by PSNR" in one.claim and one.claim.startswith(place))
+        return one.held
+
+    assert judged(fedavg=40.0, pile=30.0, tp_smc=30.0, hybridalpha=30.0, mpdp=5.0) is True
+    assert judged(fedavg=40.0, pile=4.0, tp_smc=30.0, hybridalpha=30.0, mpdp=5.0) is None
+    assert judged(fedavg=40.0, pile=30.0, tp_smc=30.0, mpdp=5.0) is None
 
 
 def test_a_scheme_that_is_not_built_shows_the_papers_figures_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

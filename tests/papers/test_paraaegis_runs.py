@@ -41,7 +41,8 @@ def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Pa
 def test_which_tenth_is_encrypted_decides(tmp_path: Path) -> None:
     pytest.importorskip("tenseal")
     report = reproduce("paraaegis-table2", Options(out=tmp_path, quick=True))
-    assert [one.held for one in report.checks] == [True]
+    # In the small form the other tenths train, too.
+    assert [one.held for one in report.checks] == [True, False]
     assert len(kept(tmp_path, "paraaegis-table2-quick")) == 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from papers import Check, Report, find, mpdp, nadp, veil_dp
 from papers.cells import Results, difference, mean, standard_error
 from papers.nadp import printed as published
-from papers.report import above, all_above, decided, rising, shown, within
+from papers.report import above, all_above, beside_trained, decided, paper, rising, shown, within
 
 
 def results(accuracies: Mapping[str, float], *, seeds: int = 1) -> Results:
@@ -45,6 +45,37 @@ def test_what_claims_stand_on_and_claims_of_ours_are_not_counted() -> None:
     assert word(held, ours) == "holds"
     assert word(ours) == "not decidable"
     assert "| ours: d | no |  |" in Report("title", ("a",), (("1",),), (held, ours)).markdown()
+
+
+def test_a_verdict_says_by_whom_claims_are_refuted() -> None:
+    def verdict(*checks: Check) -> str:
+        return Report("title", ("a",), (("1",),), checks).verdict
+
+    own, aware = Check("own", True), Check("aware", False, adaptive=True)
+    whom = (
+        "by the paper's own attacks and comparisons 2 of 2 held, by attackers of ours, who know the scheme, 1 of 2 held"
+    )
+    found = verdict(own, Check("b", True), aware, Check("c", True, adaptive=True), Check("d", None, adaptive=True))
+    assert found == f"so far refuted in part: {whom}; did not hold: aware; 1 of 5 claims are open"
+    assert verdict(aware).startswith("refuted: by attackers of ours, who know the scheme, 0 of 1 held; did not hold")
+    assert "attackers" not in verdict(Check("own", False), Check("aware", True, adaptive=True))
+    assert "attackers" not in verdict(own, Check("ours", False, adaptive=True, ours=True))
+
+
+def test_a_papers_figure_has_the_decimals_it_was_printed_with() -> None:
+    assert [paper(one) for one in (92.05, 50.85, 82.2, 3571, 20.0, -0.01, None, float("nan"))] == [
+        *("92.05", "50.85", "82.2", "3571", "20", "-0.01"),
+        *("–", "–"),
+    ]
+
+
+def test_a_rival_that_has_not_trained_refutes_nothing() -> None:
+    for held in (True, False):
+        check = Check("x", held, "+3.0")
+        assert beside_trained(check, 30.0, 10.0) == check
+        assert beside_trained(check, None, 10.0) == beside_trained(check, 9.0, None) == check
+        found = beside_trained(check, 11.9, 10.0)
+        assert (found.held, found.seen) == (None, "+3.0; the rival has not trained: 11.9 %, by a guess 10.0")
 
 
 def test_a_figure_is_above_a_bound_where_its_seeds_can_tell() -> None:
@@ -135,7 +166,7 @@ def test_the_papers_own_figures_reproduce_its_table() -> None:
     report = find("nadp-table1").report(results(papers_own()), False)
     assert report.verdict == "so far reproduced: 3 of 11 claims are open"  # two data sets, and N = 10 with one seed
     row = next(row for row in report.rows if row[:3] == ("fashion-mnist", "100", "0.5"))
-    assert row[3:] == ("83.2 / 83.2", "52.8 / 52.8", "77.7 / 77.7", "78.7", "–", "24.9 / +24.9")
+    assert row[3:] == ("83.23 / 83.2", "52.81 / 52.8", "77.71 / 77.7", "78.7", "–", "24.9 / +24.9")
 
 
 def test_other_data_sets_are_judged_once_they_were_run() -> None:
@@ -181,7 +212,7 @@ def test_cells_that_were_not_run_leave_claims_open_and_places_empty() -> None:
     report = find("nadp-table1").report(results(figures), False)
     assert report.standing == "so far reproduced"
     row = next(row for row in report.rows if row[:3] == ("fashion-mnist", "50", "1"))
-    assert row[3] == "82.4 / –"
+    assert row[3] == "82.44 / –"
     only = {name: one for name, one in figures.items() if "n10/" in name}
     assert find("nadp-table1").report(results(only, seeds=3), False).verdict.startswith("so far holds: no number")
 
@@ -212,12 +243,12 @@ def mpdp_figures(**losses: float) -> dict[str, float]:
         ),
         ({"mp_cdp": 4.0, "mpdp": 5.6, "mpdp_naive": 30.0, "tp_smc": 5.0}, (False, True, False, None, None)),
         ({"mp_cdp": 4.0, "mpdp": 2.4, "mpdp_naive": 13.0}, (True, False, None, None, None)),
-        ({"mp_cdp": 0.5, "mpdp": 9.0, "mpdp_naive": 0.0}, (None, None)),
-        ({"mp_cdp": 11.0, "mpdp": 30.0, "mpdp_naive": 11.0}, (None, None)),
+        ({"mp_cdp": 0.5, "mpdp": 9.0, "mpdp_naive": 0.0, "tp_smc": 12.0}, (False, True, None, None)),
+        ({"mp_cdp": 11.0, "mpdp": 30.0, "mpdp_naive": 50.0, "tp_smc": 12.0}, (False, False, None, None)),
         ({"mp_cdp": 4.0, "mpdp": 4.0}, (True, None, None, None, None)),
     ],
 )
-def test_mpdp_is_judged_where_central_noise_costs_one_to_ten_points(
+def test_mpdp_is_judged_at_every_budget_and_a_collapse_where_central_noise_costs_one_to_ten_points(
     losses: dict[str, float], held: tuple[bool | None, ...]
 ) -> None:
     report = find("mpdp-accuracy").report(results(mpdp_figures(**losses), seeds=3), False)
@@ -225,8 +256,34 @@ def test_mpdp_is_judged_where_central_noise_costs_one_to_ten_points(
 
 
 def of_one_budget(report: Report) -> list[Check]:
-    """What is judged at each ε by itself, and at no small one."""
-    return [one for one in report.checks if "with ε" not in one.claim and "loses less" not in one.claim]
+    """What is judged of the bench and the ε of `mpdp_figures`."""
+    return [one for one in report.checks if one.claim.startswith("fashion-mnist K = 5 ε = 10: ")]
+
+
+def test_at_a_small_budget_mpdp_loses_little_and_tp_smc_more() -> None:
+    bench = mpdp._ACCURACY["full"]["benches"][0]
+
+    def judged(**losses: float) -> tuple[bool | None, ...]:
+        figures = {mpdp.accuracy_cell(bench, "fedavg"): 80.0}
+        for scheme, loss in losses.items():
+            figures[mpdp.accuracy_cell(bench, scheme.replace("_", "-"), 1.0)] = 80.0 - loss
+        checks = find("mpdp-accuracy").report(results(figures, seeds=3), False).checks
+        return tuple(one.held for one in checks if "loses" in one.claim and "ε = 1:" in one.claim and one.seen)[:2]
+
+    assert judged(mpdp=5.0, tp_smc=20.0) == (True, True)
+    assert judged(mpdp=7.0, tp_smc=5.0) == (False, False)
+    usual = {cell.name: cell.usual for cell in find("mpdp-accuracy").cells(False)}
+    assert [usual[mpdp.accuracy_cell(bench, "mpdp", epsilon)] for epsilon in (1.0, 3.0, 5.0)] == [False, False, True]
+
+
+def test_claims_of_a_bench_whose_plain_training_gets_nowhere_are_not_counted() -> None:
+    figures = mpdp_figures(mp_cdp=4.0, mpdp=4.0, mpdp_naive=30.0)
+    assert find("mpdp-accuracy").report(results(figures, seeds=3), False).word == "holds"
+    low = {name: value - 40.0 for name, value in figures.items()}
+    found = find("mpdp-accuracy").report(results(low, seeds=3), False)
+    assert any(one.held for one in of_one_budget(found))
+    assert found.judged == ()
+    assert "what it stands on did not hold: fashion-mnist K = 5: without DP the model trains" in found.verdict
 
 
 def test_a_rival_that_is_as_accurate_at_every_budget_is_stopped_by_something_else_than_noise() -> None:
@@ -251,6 +308,7 @@ def test_accuracies_over_budgets_grow_but_for_the_naive_schemes() -> None:
     def judged(naive: float) -> dict[str, bool | None]:
         ends = (bench["epsilons"][0], bench["epsilons"][-1])
         curves = {"mpdp": (60.0, 70.0), "mp-cdp": (70.0, 60.0), "mpdp-naive": (20.0, 20.0 + naive)}
+        curves |= {"tp-smc": (30.0, 50.0), "tp-smc-two": (50.0, 30.0)}
         figures = {
             mpdp.accuracy_cell(bench, scheme, epsilon): value
             for scheme, curve in curves.items()
@@ -258,14 +316,18 @@ def test_accuracies_over_budgets_grow_but_for_the_naive_schemes() -> None:
         }
         report = find("mpdp-accuracy").report(results(figures, seeds=3), False)
         start = f"{bench['data']} K = {bench['clients']}: "
-        return {one.claim.removeprefix(start): one.held for one in report.checks if one.claim.startswith(start)}
+        every = {one.claim.removeprefix(start): one.held for one in report.checks if one.claim.startswith(start)}
+        return {claim: held for claim, held in every.items() if "with ε" in claim}
 
     assert judged(-3.0) == {
-        "MP-DP's accuracy grows with ε": True,
-        "MP-CDP's accuracy grows with ε": False,
-        "MP-DP-Naive's accuracy does not grow with ε": True,
+        "the accuracy of MP-DP grows with ε": True,
+        "the accuracy of MP-CDP grows with ε": False,
+        "the accuracy of TP-SMC with all clients honest grows with ε": True,
+        "the accuracy of TP-SMC with half of the clients honest grows with ε": None,
+        "the accuracy of TP-SMC with two clients honest grows with ε": False,
+        "the accuracy of MP-DP-Naive does not grow with ε": True,
     }
-    assert judged(9.0)["MP-DP-Naive's accuracy does not grow with ε"] is False
+    assert judged(9.0)["the accuracy of MP-DP-Naive does not grow with ε"] is False
 
 
 def test_mpdp_of_one_seed_is_open_where_the_bound_is_near() -> None:
@@ -328,7 +390,43 @@ def test_dropouts_are_judged_by_what_they_cost() -> None:
     assert "a larger λ is no more accurate" in verdict(**{"nadp-1.4@0.3": 39.5})
     assert "without DP, dropouts cost at most 2 points" in verdict(**{"fedavg@0.5": 85.0})
     figures[whole.cell(0.1, "ldp")] = 80.0
-    assert verdict().endswith("19 of 28 claims are open")
+    assert verdict().endswith("22 of 31 claims are open")
+
+
+def test_what_a_larger_strength_costs_falls_with_the_number_of_clients() -> None:
+    few, many, *_ = nadp.panels(False)
+
+    def held(*costs: float) -> bool | None:
+        figures = {
+            panel.cell(rate, label): 50.0 - cost * (label == "nadp-1.4")
+            for panel, cost in zip((few, many), costs, strict=True)
+            for rate in (0.1, 0.3, 0.5)
+            for label in ("nadp-1.0", "nadp-1.4")
+        }
+        report = find("nadp-fig4").report(results(figures, seeds=3), False)
+        return next(one.held for one in report.checks if "λ = 1.4 costs less the more clients" in one.claim)
+
+    assert held(8.0, 3.0) is True
+    assert held(3.0, 8.0) is False
+    assert held(3.0, 3.0) is None
+
+
+def test_nadps_advantage_grows_as_epsilon_falls_and_with_the_number_of_clients() -> None:
+    entry = find("nadp-fig3")
+
+    def held(strict: float, *by_clients: float) -> list[bool | None]:
+        figures = {nadp.sampled(20, 0.5, "ldp", 0.5): 40.0, nadp.sampled(20, 0.5, "nadp", 0.5): 40.0 + strict}
+        for clients, margin in zip((20, 50, 100), by_clients, strict=True):
+            figures |= {nadp.sampled(clients, 0.5, "ldp"): 50.0, nadp.sampled(clients, 0.5, "nadp"): 50.0 + margin}
+        report = entry.report(results(figures), False)
+        return [one.held for one in report.checks if "advantage" in one.claim]
+
+    assert held(20.0, 10.0, 15.0, 20.0) == [True, None, None, True]
+    assert held(5.0, 10.0, 15.0, 5.0) == [False, None, None, False]
+    cells = {one.name: one for one in entry.cells(False)}
+    assert cells["mnist/n20/q0.5/eps0.5/nadp"].settings["epsilon"] == 0.5
+    assert {one.usual for one in cells.values() if "/eps0.5/" in one.name} == {False}
+    assert not any("/eps" in one.name for one in entry.cells(True))
 
 
 def test_every_panel_of_the_dropouts_is_there_and_at_the_papers_size_with_its_settings() -> None:
