@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.compare.grid import run_grid
+from fedveil.data.sources import EMBEDDED
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.processes import usable_cores
 from fedveil.runs.folder import write_atomically
@@ -134,11 +135,26 @@ def attempt(name: str, options: Options | None = None) -> tuple[Report, FedVeilE
     cells = chosen(entry.cells(options.quick), options.only, full=options.full)
     runs = runs_of(entry, cells, seeds=options.seeds)
     waiting = [run for run in runs if not store.has(run.cell, run.seed)]
+    _check_data(waiting, Stage(folder=options.data))
     grid = Grid(options, {entry.name: store}, done=len(runs) - len(waiting), total=len(runs))
     if grid.done:
         options.say(f"{grid.done} of {grid.total} cells are in {store.path} already")
     failed = first_failure(grid.run(waiting))
     return conclude(entry, store, quick=options.quick), failed
+
+
+def _check_data(waiting: Sequence[Run], stage: Stage) -> None:
+    """Refuse to begin where no cell has its data; where only some have none, the others are run."""
+    reasons: list[DataError] = []
+    for run in waiting:
+        name = run.cell.settings.get("dataset")
+        try:
+            if name is None or name in EMBEDDED or stage.place(name):
+                return
+        except DataError as reason:
+            reasons.append(reason)
+    if reasons:
+        raise reasons[0]
 
 
 def open_store(entry: Entry, folder: Path, *, quick: bool) -> Store:

@@ -47,12 +47,11 @@ class Stage:
     """A device and the data sets that were placed on it, for cells of the full or of the `quick` form."""
 
     def __init__(self, *, device: str = "cpu", folder: str | Path | None = None, quick: bool = False) -> None:
-        self.device = device
+        self.device = str(device_of(RunConfig(device=device)))
         self.quick = quick
         given = folder if folder is not None else os.environ.get(DATA_VARIABLE)
         self._root = None if given is None else Path(given).expanduser()
         self._splits: dict[tuple[str, int | None], Split] = {}
-        device_of(RunConfig(device=device))
 
     def describe(self) -> str:
         """The device in words."""

@@ -197,6 +197,24 @@ def test_a_value_out_of_range_is_named(settings: dict[str, Any], complaint: str)
         RunConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"lr_schedule": "step", "lr_steps": []}, r"lr_steps is a list of numbers, and not \[\]"),
+        ({"rounds": 1.0}, r"rounds must be int \(got 1\.0\)"),
+        ({"rounds": "3"}, r"rounds must be int \(got '3'\)"),
+    ],
+)
+def test_what_was_given_stands_in_the_refusal_as_it_was(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        RunConfig.from_mapping(settings)
+
+
+def test_whole_numbers_of_numpy_and_lists_of_words_are_taken() -> None:
+    given = RunConfig.from_mapping({"rounds": np.int64(3), "augment": ["crop:2", "flip"]})
+    assert (given.rounds, type(given.rounds), given.augment) == (3, int, "crop:2,flip")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "name", ["lr", "lr_decay", "momentum", "weight_decay", "alpha", "cohort", "spread", "target_scale", "min_coverage"]

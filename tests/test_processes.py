@@ -286,3 +286,20 @@ def test_free_memory_is_what_the_system_says(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2000000 kB\n")
     assert available_memory(tmp_path / "meminfo") == 2_048_000_000
     assert available_memory(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(("times", "ends"), [(1, "whole"), (2, "at once")])
+def test_ctrl_c_waits_until_what_is_undisturbed_is_done_and_a_second_one_does_not(times: int, ends: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from fedveil.processes import undisturbed\n"
+        "try:\n"
+        "    with undisturbed():\n"
+        f"        for _ in range({times}):\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        print('whole')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stopped')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == (["whole", "stopped"] if ends == "whole" else ["stopped"])

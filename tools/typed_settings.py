@@ -56,8 +56,8 @@ def _declared(setting: Field[Any]) -> str:
     kind, choices = str(setting.type), setting.metadata.get("choices")
     if choices:
         kind = kind.replace("str", f"Literal[{', '.join(json.dumps(choice) for choice in choices)}]")
-    if setting.metadata.get("listed"):
-        kind = kind.replace("str", "str | Sequence[float]")
+    if (listed := setting.metadata.get("listed")) is not None:
+        kind = kind.replace("str", f"str | Sequence[{listed.__name__}]")
     if setting.name in _WIDER:
         none = " | None" if kind.endswith(" | None") else ""
         kind = _WIDER[setting.name].format(kind.removesuffix(" | None")) + none

@@ -155,6 +155,8 @@ def train(
         settings |= _stored_seed(out)
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is {type(callbacks).__name__}: give a list of them, also of one.")
+    if resume and out is None:
+        raise ConfigError("resume goes on with the run in a folder: say which (out).")
     if out is not None and not isinstance(out, str | Path):
         raise ConfigError(f"out is {type(out).__name__}: give the path of a folder.")
     callbacks = (*_tracked(tensorboard, mlflow, wandb, out), *callbacks)

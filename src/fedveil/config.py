@@ -171,7 +171,7 @@ class RunConfig:
         shown="none",
         check=BELOW_ONE,
     )
-    lr_steps: str | None = _recipe("step: after which shares of rounds.", shown="0.5,0.75", check=SHARES, listed=True)
+    lr_steps: str | None = _recipe("step: after which shares of rounds.", shown="0.5,0.75", check=SHARES, listed=float)
     lr_drop: float | None = _recipe("step: the factor each time, up to 1.", shown="0.1", check=SHARE)
     lr_power: float | None = _recipe("polynomial: the power.", shown="1", check=POSITIVE)
     momentum: float = declare(_TRAIN, "Server momentum, of sgd.", 0.0, check=BELOW_ONE)
@@ -189,6 +189,7 @@ class RunConfig:
         "Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8.",
         shown="as they are",
         check=_AUGMENTED,
+        listed=str,
     )
     loss: str | None = declare(
         _TRAIN,
@@ -274,7 +275,7 @@ class RunConfig:
         _VEIL,
         "Head noise: which outputs share a γ, as one number from 0 for each output: 0,0,1,1,2.",
         shown="in equal parts, drawn every round",
-        listed=True,
+        listed=float,
         before=None,
     )
     head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
@@ -287,7 +288,7 @@ class RunConfig:
     epsilon_per_client: str | None = _later(
         "ε of each client, in their order: 1,2,4. Noise of a client's own is made for its own; shared noise for the "
         "strictest.",
-        listed=True,
+        listed=float,
     )
     delta: float | None = _option(_PRIVACY, "δ.", shown="1e-5")
     clip: float | None = _option(
@@ -541,7 +542,7 @@ class RunConfig:
                 raise ConfigError(f"{setting.name} must be a finite number (got {value}).")
             if value is None:
                 continue
-            if setting.metadata.get("listed"):
+            if setting.metadata.get("listed") is float:
                 list_of(value, setting.name)
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value!r}).")
@@ -551,11 +552,9 @@ class RunConfig:
                 raise unknown_name(setting.name, str(value), setting.metadata["choices"])
         for name, (other, which) in _BELONGS.items():
             if getattr(self, name) != _FIELDS[name].default and (now := getattr(self, other)) not in which:
-                named, flag = [word for word in which if word], other.replace("_", "-")
-                raise ConfigError(
-                    f"{name} is of {other} = {' or '.join(named)}, and {other} is {now or 'sgd'}: set "
-                    f"--{flag} {named[0]}, or leave {name} out."
-                )
+                named = [word for word in which if word]
+                where = f"{name} is of {other} = {' or '.join(named)}, and {other} is {now or 'sgd'}"
+                raise ConfigError(f"{where}: set {spelled(other, named[0])}, or leave {name} out.")
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number (got {value}).")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import re
 import tomllib
 import types
@@ -279,7 +280,7 @@ def declare(
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,
-    listed: bool = False,
+    listed: type | None = None,
     before: Any = dataclasses.MISSING,
     before_of: tuple[str, ...] = (),
 ) -> Any:
@@ -305,22 +306,27 @@ def _form(default: object) -> str:
 
 
 def typed_list(name: str, values: Iterable[object], where: str) -> str:
-    """A list of numbers as it would be typed."""
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) != len(list(values)):
-        raise ConfigError(f"{where}: {name} is a list of numbers.")
+    """A list of numbers, or of words, as it would be typed."""
+    given = list(values)
+    if given and all(isinstance(value, str) for value in given):
+        return ",".join(map(str, given))
+    numbers = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
+    if not given or len(numbers) != len(given):
+        raise ConfigError(f"{where}: {name} is a list of numbers, and not {given!r}.")
     return ",".join(f"{number!r}" for number in numbers)
 
 
 def checked_setting(name: str, value: object, kind: str, where: str) -> object:
     """A setting's value as its type wants it; one of another type is refused by name."""
+    if type(value) is not bool and isinstance(value, numbers.Integral):
+        value = int(value)  # numpy's, too
     accepted: list[type] = []
     for word, kinds in (("int", [int]), ("float", [float, int]), ("str", [str]), ("bool", [bool]), ("dict", [dict])):
         if word in kind.split("[")[0].replace("|", " ").split():
             accepted += kinds
     fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)
     if not fits:
-        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {str(value)[:60]!r}).")
+        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {repr(value)[:60]}).")
     if type(value) is int and name != "seed" and abs(value) > _LARGEST_SETTING:
         raise ConfigError(f"{where}: {name} is too large a number.")
     if isinstance(value, dict):

@@ -66,7 +66,7 @@ class Settings(TypedDict, total=False):
     """adam, yogi: β₂ of squares. (default: 0.99)"""
     tau: float | None
     """adam, adagrad, yogi: τ, beside √v. (default: 0.001)"""
-    augment: str | Callable[[Tensor], Tensor] | None
+    augment: str | Sequence[str] | Callable[[Tensor], Tensor] | None
     """Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8. (default: as
     they are)"""
     loss: Literal["square", "cross-entropy", "binary-cross-entropy"] | nn.Module | Objective | None

@@ -11,6 +11,7 @@ import pytest
 
 from fedveil import schemes
 from fedveil.audit.findings import at_a_glance
+from fedveil.cli.compare import glance, glance_notes
 from fedveil.compare import compare
 from fedveil.compare.grid import COST, SLICE, besides, complete, train
 from fedveil.compare.plan import PRESETS, planned, preset_of
@@ -99,6 +100,19 @@ def test_a_preset_goes_on_with_what_it_began_with(tmp_path: Path) -> None:
     assert again.results["schemes"]["fedavg"] == begun.results["schemes"]["fedavg"]
     with pytest.raises(ConfigError, match="not started with this preset"):
         compare(["fedavg"], out=tmp_path / "c", resume=True, preset="other")
+
+
+def test_a_comparison_of_chosen_schemes_does_not_grow_and_says_what_was_not_attacked(tmp_path: Path) -> None:
+    given = {**SMALL, "audit": False, "jobs": 1}
+    begun = compare(["fedavg", "secagg"], preset="papers", out=tmp_path / "c", lr=0.02, **given)
+    again = compare(out=tmp_path / "c", resume=True, jobs=1)
+    assert [cell.state for cell in again.standings] == ["kept", "kept"]
+    assert glance("fedavg", begun.results["schemes"]["fedavg"])[-3:-1] == ("not tried", "not tried")
+    assert list(glance_notes(again.results["schemes"])) == [
+        "not tried, and so not in the picture: attacks on fedavg, secagg"
+    ]
+    with pytest.raises(ConfigError, match="kept nothing of what passes, and cannot be attacked"):
+        compare(out=tmp_path / "c", resume=True, audit=True)
 
 
 def test_settings_that_are_given_again_on_resuming_leave_what_schemes_declare(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(tmp_path: Path)
         ({"monitor": None, "early_stopping": 3}, "--monitor loss"),
         ({"monitor": "validation_accuracy"}, "hold one out"),
         ({"monitor": "test_acuracy"}, "Did you mean 'test_accuracy'"),
-        ({"evaluate_every": 0}, "set evaluate_every"),
+        ({"evaluate_every": 0}, "before the end: --evaluate-every 1"),
         ({"scheme": "ldp", "monitor": "loss"}, "do not tell their training loss"),
         ({"early_stopping": 0}, "must be positive"),
         ({"monitor": "test_auroc"}, r"no auroc \(of many classes it is taken at the end alone\); it has test_loss"),

@@ -329,3 +329,80 @@ def test_a_run_of_mpdp_goes_on_with_the_noise_it_began_with(tmp_path: Path) -> N
     assert began.fingerprint() != began.with_changes(calibration="tail").fingerprint()
     assert fedveil("run", "--resume", "--rounds", "2", "--out", out).code == 0
     assert RunConfig.read(out / "config.toml")["calibration"] == "equations"
+
+
+def table(path: Path, *, yes: str = "yes", header: str = "a,b,c,y", rows: int = 120, first: str = "") -> None:
+    drawn = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))
+    lines = [",".join(f"{value:.3f}" for value in row) + ("," + (yes if row.sum() > 0 else "no")) for row in drawn]
+    lines[0] = first or lines[0]
+    path.write_text("\n".join([header, *lines]) + "\n")
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "classes": ({"yes": "maybe"}, r"classes were \['no', 'yes'\] and are \['maybe', 'no'\]"),
+    "columns": ({"header": "b,a,c,y"}, r"columns were \['a', 'b', 'c', 'y'\] and are \['b', 'a', 'c', 'y'\]"),
+    "rows": ({"rows": 121}, "rows of its parts were"),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_run_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path, changed: str) -> None:
+    data = tmp_path / "data.csv"
+    table(data)
+    given: tuple[Any, ...] = ("--target", "y", "--loss", "square", "-o", "depth=2", "-o", "width=4", "--clients", 3)
+    out = tmp_path / "run"
+    begun = fedveil("run", "--scheme", "fedavg", "--dataset", data, *given, "--rounds", 2, "--seed", 1, "--out", out)
+    assert begun.code == 0
+    kept = (out / "model.safetensors").read_bytes()
+    how, complaint = CHANGED[changed]
+    table(data, **how)
+    with pytest.raises(CheckpointError, match=complaint):
+        resume(out, rounds=3)
+    assert (out / "model.safetensors").read_bytes() == kept
+    table(data)
+    assert resume(out, rounds=3) == []
+
+
+def test_samples_with_other_values_are_told(tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    table(data)
+    given: tuple[Any, ...] = ("--target", "y", "--loss", "square", "-o", "depth=2", "-o", "width=4", "--clients", 3)
+    out = tmp_path / "run"
+    fedveil("run", "--scheme", "fedavg", "--dataset", data, *given, "--rounds", 2, "--seed", 1, "--out", out)
+    table(data, first="9.9,9.9,9.9,yes" if "yes" in data.read_text().splitlines()[1] else "-9.9,-9.9,-9.9,no")
+    (said,) = resume(out, rounds=3)
+    assert "warning: the samples are not those that the run began with" in said
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_finished_run_writes_again_what_it_has_lost(
+    tmp_path: Path, small: Small, straight: Path, damage: str
+) -> None:
+    session.run(small(), tmp_path / "run", quiet=True)
+    model, ledger = tmp_path / "run" / "model.safetensors", tmp_path / "run" / "ledger.json"
+    whole = ledger.read_text()
+    for file in (model, ledger):
+        file.unlink() if damage == "gone" else file.write_bytes(file.read_bytes()[:40])
+    said = resume(tmp_path / "run")
+    assert [text.split()[0] for text in said[:2]] == ["model.safetensors", "ledger.json"]
+    check_equal(tmp_path / "run", straight)
+    assert ledger.read_text() == whole
+
+
+@pytest.mark.parametrize("text", ["", 'scheme = "fedavg"\nrounds = 3\n'])
+def test_settings_that_no_run_has_left_are_damaged(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(CheckpointError, match="does not say the seed"):
+        session.resume(tmp_path, quiet=True)
+
+
+def test_more_rounds_are_offered_where_they_can_be_had(tmp_path: Path, small: Small) -> None:
+    network = {"depth": 2, "width": 12}
+    cases = {
+        "more": ({}, "More rounds: --rounds."),
+        "scheduled": ({"lr_schedule": "cosine"}, "learning rate is scheduled over all rounds"),
+        "noised": ({"scheme": "nadp", "momentum": 0.0, "model_options": network}, "noise is made for"),
+    }
+    for name, (changes, told) in cases.items():
+        session.run(small(rounds=2, **changes), tmp_path / name, quiet=True)
+        assert told in resume(tmp_path / name)[-1]

@@ -215,6 +215,9 @@ def glance_notes(schemes: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{name} cannot be trained here: {figures['cannot']}"
         if "slice" in figures.get("cost", {}):
             yield f"= {name}: trained under masks, which open the same sums; {_scaled(figures['cost']['slice'])}"
+    untried = [name for name, figures in schemes.items() if figures["n"] and "attacked" not in figures]
+    if untried:
+        yield f"not tried, and so not in the picture: attacks on {', '.join(untried)}"
 
 
 def _scaled(timed: dict[str, float]) -> str:
@@ -238,8 +241,7 @@ def glance(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
         epsilon if towards[0] is None else f"{towards[0]:.3g}",
         f"{cost['seconds']:,.{1 if cost['seconds'] < 100 else 0}f} s" if cost else "–",
         legible_size(moved),
-        _got(attacked.get("data")),
-        _got(attacked.get("members")),
+        *(_got(attacked.get(asset)) if "attacked" in figures else "not tried" for asset in ("data", "members")),
         "–" if exact is None else f"{100 * exact:.0f} %",
     )
 

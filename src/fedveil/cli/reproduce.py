@@ -49,7 +49,7 @@ def reproduce(
     data: Path | None = typer.Option(
         None, help="Folder that holds the data sets' folders. (default: the variable FEDVEIL_DATA)"
     ),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
+    device: str = typer.Option("cpu", help="cpu, cuda or auto."),
     minutes: float | None = typer.Option(
         None, help="With plan: start no cell that is not expected to end within so many minutes from now."
     ),

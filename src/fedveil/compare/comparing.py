@@ -211,6 +211,7 @@ def _plan(
             only=_merged({} if chosen is None else chosen.only(names), only or {}),
             preset=preset,
             audit=audit,
+            whole=chosen is not None and not schemes,
         )
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
@@ -221,10 +222,16 @@ def _plan(
     begun: str | None = stored.get("preset")
     if preset is not None and preset != begun:
         raise ConfigError(f"The comparison in {folder} was not started with this preset: leave it out.")
+    if audit and not stored["common"]["record"]:
+        raise ConfigError(
+            f"The runs in {folder} kept nothing of what passes, and cannot be attacked: compare with --audit from the "
+            "beginning, in another --out."
+        )
     declared: dict[str, dict[str, Any]] = {}
+    whole = begun is not None and bool(stored.get("whole", True))
     if begun is not None:
         chosen = preset_of(begun)
-        if not schemes:  # also those that have come since
+        if whole and not schemes:  # also those that have come since
             named |= {info.name: info.name for info in registry.schemes() if info.name not in named}
         declared = chosen.only([name for label, name in named.items() if label not in stored["schemes"]])
     plan = planned(
@@ -236,6 +243,7 @@ def _plan(
         resumed=True,
         preset=begun,
         audit=bool(stored.get("audit")) if audit is None else audit,
+        whole=whole,
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
     if differ:

@@ -105,6 +105,8 @@ class Plan:
     preset: str | None = None
     audit: bool = False
     """Whether every run is attacked, too."""
+    whole: bool = False
+    """Whether a preset has all its schemes, also those that come later."""
 
     def twin(self, scheme: str) -> dict[str, Any]:
         """Under which options a scheme is trained without its cipher, which is then timed by itself; mostly none."""
@@ -143,6 +145,7 @@ def planned(
     resumed: bool = False,
     preset: str | None = None,
     audit: bool = False,
+    whole: bool = False,
 ) -> Plan:
     """The plan for schemes and seeds; wrong settings are refused, those a scheme does not have left out for it.
 
@@ -200,6 +203,7 @@ def planned(
         need_square=tuple(needs),
         preset=preset,
         audit=audit,
+        whole=whole,
     )
 
 
@@ -379,6 +383,7 @@ def results_of(plan: Plan, standings: Sequence[CellProgress]) -> dict[str, Any]:
         "fedveil": __version__,
         **({} if plan.preset is None else {"preset": plan.preset}),
         **({"audit": True} if plan.audit else {}),
+        **({} if plan.preset is None else {"whole": plan.whole}),
         "common": plan.common,
         "only": plan.only,
         "left_out": {scheme: list(names) for scheme, names in plan.left_out.items()},

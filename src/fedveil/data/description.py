@@ -169,7 +169,8 @@ class Description:
     """What was understood of a data set, part by part and client by client.
 
     `duplicates` says for a part how many of its samples have an equal input in another part, or once more in the same;
-    None where there were too many samples to look. `shared_groups` says the same of groups.
+    None where there were too many samples to look. `shared_groups` says the same of groups. `digest` is of all values,
+    and empty where there were too many.
     """
 
     name: str
@@ -185,6 +186,7 @@ class Description:
     duplicates: Shared | None = None
     shared_groups: Shared = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def rows(self) -> int:
@@ -279,7 +281,7 @@ def _described(
     names: tuple[str, ...],
     columns: tuple[Column, ...],
 ) -> Description:
-    first = parts["train"][0]
+    first, digests = parts["train"][0], _digests(parts)
     made = Description(
         name=first.name,
         task=first.task,
@@ -291,8 +293,9 @@ def _described(
         client_names=names,
         columns=columns,
         constant=_constant(parts["train"]),
-        duplicates=_duplicates(parts),
+        duplicates=None if digests is None else _duplicates(digests),
         shared_groups=_shared_groups(parts),
+        digest="" if digests is None else _digest(digests, parts),
     )
     told = [*_warnings(made), *_raw_pixels(parts["train"])]
     named = {"group": first.group_names, "site": first.site_names}
@@ -374,25 +377,38 @@ def _constant(pieces: Sequence[Dataset]) -> int:
     return int((~varies).sum())
 
 
-def _digests(pieces: Sequence[Dataset]) -> Iterator[bytes]:
-    for piece in pieces:
-        for span in spans(piece.x, most=_CHUNK):
-            chunk = piece.x[span]
-            rows = np.ascontiguousarray(chunk.cpu().numpy()).reshape(len(chunk), -1)
-            for row in rows:
-                yield hashlib.blake2b(row.data, digest_size=16).digest()
+def _digests(parts: Mapping[str, Sequence[Dataset]]) -> dict[str, list[bytes]] | None:
+    """One of every sample's input, part by part; None where there are too many to look."""
+    pieces = [piece for part in parts.values() for piece in part]
+    whole = sum(piece.x.numel() * piece.x.element_size() for piece in pieces)
+    if whole > _MOST_BYTES or sum(map(len, pieces)) > _MOST_ROWS:
+        return None
+    return {name: [digest for piece in part for digest in _of_rows(piece.x)] for name, part in parts.items()}
+
+
+def _of_rows(x: Tensor) -> Iterator[bytes]:
+    for span in spans(x, most=_CHUNK):
+        chunk = x[span]
+        rows = np.ascontiguousarray(chunk.cpu().numpy()).reshape(len(chunk), -1)
+        for row in rows:
+            yield hashlib.blake2b(row.data, digest_size=16).digest()
+
+
+def _digest(digests: Mapping[str, Sequence[bytes]], parts: Mapping[str, Sequence[Dataset]]) -> str:
+    """One of all samples and their targets, in order."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, part in parts.items():
+        whole.update(b"".join([name.encode(), *digests[name]]))
+        for piece in part:
+            whole.update(b"".join(_of_rows(piece.y)))
+    return whole.hexdigest()
 
 
 _PARTS = {"train": "training", "validation": "validation", "test": "test"}
 _PAIRS = (("validation", "train"), ("test", "train"), ("test", "validation"))
 
 
-def _duplicates(parts: Mapping[str, Sequence[Dataset]]) -> Shared | None:
-    pieces = [piece for part in parts.values() for piece in part]
-    whole = sum(piece.x.numel() * piece.x.element_size() for piece in pieces)
-    if whole > _MOST_BYTES or sum(map(len, pieces)) > _MOST_ROWS:
-        return None
-    digests = {name: list(_digests(part)) for name, part in parts.items()}
+def _duplicates(digests: Mapping[str, Sequence[bytes]]) -> Shared:
     seen = {name: set(listed) for name, listed in digests.items()}
     counted: Shared = {name: {name: len(listed) - len(seen[name])} for name, listed in digests.items()}
     for one, other in _PAIRS:

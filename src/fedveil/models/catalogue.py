@@ -97,6 +97,8 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
                 f"Option {option!r} of model {info.name!r} must be of type {type(default).__name__} "
                 f"(default {default!r}), not {value!r}."
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"Option {option!r} of model {info.name!r} must be a finite number (got {value}).")
         if isinstance(value, int | float) and not -MOST_OF_AN_OPTION <= value <= MOST_OF_AN_OPTION:
             raise ConfigError(f"Option {option!r} of model {info.name!r} is too large: {MOST_OF_AN_OPTION:,} at most.")
         if option in info.choices and value not in info.choices[option]:

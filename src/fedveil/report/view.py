@@ -266,7 +266,7 @@ def _warnings(runs: Sequence[Run], groups: Sequence[SourceGroup]) -> list[str]:
         if "stopped" in run.summary:
             warnings.append(f"{label} ended early: {run.summary['stopped']}")
         if "warning" in run.summary:
-            warnings.append(f"{label}: {run.summary['warning']}.")
+            warnings.append(f"{label}: {run.summary['warning'].rstrip('.')}.")
         if run.judged is not None and not run.judged.beats_baseline:
             warnings.append(f"{label}: {run.judged.verdict}")
         failed = number(run.summary, "failed_rounds")

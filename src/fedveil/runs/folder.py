@@ -201,6 +201,8 @@ class RunFolder:
     ) -> RunConfig:
         """The run's settings with `changes`, which alone may name code as its scheme, model or data."""
         settings, given, where = self.stored_settings(), dict(changes or {}), str(self.config_file)
+        if "seed" not in settings:
+            raise CheckpointError(f"{where} is damaged: it does not say the seed, as every run's does.")
         config = RunConfig.from_mapping({**settings, **given}, where=where)
         stored = vars(RunConfig.from_mapping(settings, where=where))
         return config.with_changes(**vouched_settings(stored, given, where=where, say=say))
@@ -383,9 +385,42 @@ class RunFolder:
         if description is not None:
             write_atomically(self.data_file, json.dumps(description.as_data(), indent=2, ensure_ascii=False) + "\n")
 
+    def check_data(self, description: Description | None) -> str | None:
+        """Refuse to go on with other data than the run began with, whose classes or columns mean something else.
+
+        Of other values it says what to warn of: those that were standardised elsewhere may differ in their last digits.
+        """
+        if description is None or not self.data_file.exists():
+            return None
+        stored, now = read_named(self.data_file), parsed(json.dumps(description.as_data()), where="the data")
+        for what, seen in _DATA.items():
+            if seen(stored) != seen(now):
+                raise CheckpointError(
+                    f"The data are not those that the run in {self.path} began with: {what} were {seen(stored)} "
+                    f"and are {seen(now)}. Put them back, or start anew with another {spelled('out')}."
+                )
+        if stored.get("digest", now["digest"]) == now["digest"]:
+            return None
+        return (
+            "the samples are not those that the run began with, or were prepared on another machine, to other last "
+            "digits. If the data have changed, what the model has learned of them stays in it."
+        )
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+
+_DATA: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "tasks": lambda data: data.get("task"),
+    "classes": lambda data: data.get("labels"),
+    "columns": lambda data: [column.get("name") for column in data.get("columns", ())],
+    "shapes of a sample": lambda data: data.get("input_shape"),
+    "rows of its parts": lambda data: {name: part.get("rows") for name, part in data.get("parts", {}).items()},
+    "samples of each class": lambda data: {name: part.get("classes") for name, part in data.get("parts", {}).items()},
+    "rows of its clients": lambda data: [client.get("rows") for client in data.get("clients", ())],
+}
+"""What is compared before a run goes on, by what it is called."""
 
 
 def _scratch(file: Path) -> bool:

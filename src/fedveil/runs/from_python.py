@@ -179,8 +179,6 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         return {name: listed_weights(value)}
     if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
         return loss_settings(value)
-    if name == "augment" and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return {name: ",".join(value)}
     if name in ("lr_schedule", "augment") and callable(value):
         return {name: f"{OBJECT}{getattr(value, '__name__', type(value).__name__)}"}
     return {name: value}

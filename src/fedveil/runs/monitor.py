@@ -55,7 +55,9 @@ def monitor_of(job: Job) -> Monitor | None:
     if part == "test" and job.test is None:
         raise ConfigError(f"monitor = {monitor!r}, but there are no test samples.")
     if part in ("test", "validation") and not config.evaluate_every:
-        raise ConfigError(f"monitor = {monitor!r}, but nothing is evaluated before the end: set evaluate_every.")
+        raise ConfigError(
+            f"monitor = {monitor!r}, but nothing is evaluated before the end: {spelled('evaluate_every', 1)}."
+        )
     if monitor == "loss" and not job.scheme.work.reports:
         raise ConfigError(
             f"monitor = 'loss', but under {job.scheme.name} clients do not tell their training loss: name a figure of "

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedveil.config import ADAPTIVE, OBJECT, RunConfig
 from fedveil.data.lazy import Transform
 from fedveil.errors import ConfigError, spelled
-from fedveil.plain import augmenting, shares_of
+from fedveil.plain import IN_PYTHON, augmenting, shares_of
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
 from fedveil.work import Loss, Schedule
@@ -106,9 +106,10 @@ def augmentation_of(
         )
     if len(input_shape) != 3 or text:
         sort = "texts" if text else f"numbers of shape {input_shape}"
+        whose = "" if config.dataset == IN_PYTHON else f" of {config.dataset}"
         raise ConfigError(
-            f"augment = {named!r} is for pictures (channels, height, width), and the samples of {config.dataset} are "
-            f"{sort}: leave it out, or give a function of your own in Python, train(…, augment=…)."
+            f"augment = {named!r} is for pictures (channels, height, width), and the samples{whose} are {sort}: leave "
+            "it out, or give a function of your own in Python, train(…, augment=…)."
         )
     asked, side = augmenting(named), min(input_shape[1:])
     sizes = {name: asked[name] or usual for name, usual in (("crop", _CROP), ("cutout", _CUTOUT)) if name in asked}

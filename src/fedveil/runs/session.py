@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.data.description import Description
-from fedveil.downlink import assemble
+from fedveil.downlink import Weights, assemble
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, NumericError, ProtocolError, spelled
-from fedveil.plain import IN_PYTHON
+from fedveil.plain import IN_PYTHON, read_named
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound, Watch
-from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
+from fedveil.runs.callbacks import WARNING, Callbacks, Follower, Progress, Row, Say, working
 from fedveil.runs.checkpoint import ClientMemory, newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder, chosen
 from fedveil.runs.job import Job, job_from_config, located, settled
@@ -166,8 +166,16 @@ def continue_in(
             callbacks.finish(done, say)
         finally:
             folder.release()
-        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. {_more(config)}")
-        return done, _final_state(job, folder, rounds=done["rounds"])
+        final = _final_state(job, folder, rounds=done["rounds"])
+        _write_again(job, folder, done, final, told)
+        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. {_more(job)}")
+        return done, final
+    try:
+        if folder.changed(config) is None and (other := folder.check_data(job.description)):
+            told(f"{WARNING}{other}")
+    except FedVeilError:
+        folder.release()
+        raise
     state, refused = _newest_good(job, folder)
     for reason in refused:
         told(f"{reason} Using the previous one.")
@@ -190,10 +198,30 @@ def continue_in(
     return summary, state
 
 
-def _more(config: RunConfig) -> str:
-    if config.lr_schedule in (None, "constant") and config.warm_up is None:
+def _more(job: Job) -> str:
+    scheduled = job.config.lr_schedule not in (None, "constant") or job.config.warm_up is not None
+    if not scheduled and job.scheme.plan is None:
         return f"More rounds: {spelled('rounds')}."
-    return f"Its learning rate is scheduled over all rounds: for more of them start anew with another {spelled('out')}."
+    why = "learning rate is scheduled" if scheduled else "noise is made for what all of its rounds may cost"
+    over = " over all rounds" if scheduled else ""
+    return f"Its {why}{over}: for more of them start anew with another {spelled('out')}."
+
+
+def _write_again(job: Job, folder: RunFolder, summary: dict[str, Any], state: ServerState, say: Say) -> None:
+    """What a finished run has lost of its files and what is left of it tells."""
+    if job.model_here:
+        try:
+            load_weights(folder.model_file, job.architecture, job.weights)
+        except FedVeilError:
+            _write_model(job, folder.model_file, state.weights)
+            say(f"{folder.model_file.name} was gone or damaged: it is written again from the last checkpoint.")
+    try:
+        whole = read_named(folder.ledger_file) == summary["ledger"]
+    except (FedVeilError, OSError):
+        whole = False
+    if not whole:
+        folder.write_ledger(summary["ledger"])
+        say(f"{folder.ledger_file.name} was gone or not the run's: it is written again.")
 
 
 def rounds_between(job: Job) -> int:
@@ -383,9 +411,13 @@ def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say, best: BestRo
         files[folder.best_file] = best.weights
         summary["best"] = best.as_data()
     for file, weights in files.items():
-        module = assemble(job.architecture, weights).eval()
-        kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
-        save_model(file, module, job.facts, kind=kind, config=settings, shape=None)
+        _write_model(job, file, weights)
     folder.write_ledger(summary["ledger"])
     folder.write_summary(summary)
     return summary
+
+
+def _write_model(job: Job, file: Path, weights: Weights) -> None:
+    module = assemble(job.architecture, weights).eval()
+    kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
+    save_model(file, module, job.facts, kind=kind, config=settings, shape=None)
