@@ -201,8 +201,6 @@ class RunFolder:
     ) -> RunConfig:
         """The run's settings with `changes`, which alone may name code as its scheme, model or data."""
         settings, given, where = self.stored_settings(), dict(changes or {}), str(self.config_file)
-        if "seed" not in settings:
-            raise CheckpointError(f"{where} is damaged: it does not say the seed, as every run's does.")
         config = RunConfig.from_mapping({**settings, **given}, where=where)
         stored = vars(RunConfig.from_mapping(settings, where=where))
         return config.with_changes(**vouched_settings(stored, given, where=where, say=say))

@@ -100,6 +100,8 @@ def resume(
             f"The run in {out} was begun in Python, with samples that were handed over there: go on with it there, "
             f"fedveil.train(…, out={str(out)!r}, resume=True)."
         )
+    if config.seed is None:
+        raise CheckpointError(f"{folder.config_file} is damaged: it does not say the seed, as every run's does.")
     job = _ready(config, None, quiet=quiet, say=say)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
 
