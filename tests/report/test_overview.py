@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedveil.cli.compare import glance, glance_notes
 from fedveil.errors import ConfigError
 from fedveil.report.figures import Box, draw_overview, overview, placed
 from fedveil.report.sources import Spot, spots_of, what_was_compared
@@ -114,6 +115,21 @@ def test_the_picture_names_every_scheme_in_both_panels(tmp_path: Path) -> None:
     drawn = (tmp_path / "overview.svg").read_text()
     assert all(drawn.count(f'id="{spot.label}"') == 2 for spot in spots_of(RESULTS)), "one in each panel"
     assert what_was_compared(RESULTS) == "fashion, mlp, 1,234 parameters, 10 clients, 5 rounds"
+
+
+def test_a_scheme_whose_training_came_off_is_marked_and_nothing_is_measured_by_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cheap = figures(0.05, line("none"), up=1.0, cost={"seconds": 0.1}, came_off=True)
+    results = {**RESULTS, "schemes": {"ppdl": cheap, **RESULTS["schemes"]}}
+    assert spots_of(results)[0].label == "ppdl †"
+    draw_overview(results, tmp_path / "overview.png")
+    draw_overview(RESULTS, tmp_path / "without.png")
+    drawn, without = ((tmp_path / f"{name}.svg").read_text() for name in ("overview", "without"))
+    assert "its training came off" in drawn
+    assert "its training came off" not in without
+    untried = {name: value for name, value in cheap.items() if name != "attacked"}
+    assert glance("ppdl", untried)[1] == "5.0% †"
+    assert [note for note in glance_notes({"ppdl": cheap}) if note.startswith("† the training of ppdl came off")]
 
 
 def test_the_page_has_a_figure_for_each_cost_and_hides_labels_with_their_schemes() -> None:

@@ -215,6 +215,9 @@ def glance_notes(schemes: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{name} cannot be trained here: {figures['cannot']}"
         if "slice" in figures.get("cost", {}):
             yield f"= {name}: trained under masks, which open the same sums; {_scaled(figures['cost']['slice'])}"
+    off = [name for name, figures in schemes.items() if "came_off" in figures]
+    if off:
+        yield f"† the training of {', '.join(off)} came off: where it ended tells of the learning rate alone"
     untried = [name for name, figures in schemes.items() if figures["n"] and "attacked" not in figures]
     if untried:
         yield f"not tried, and so not in the picture: attacks on {', '.join(untried)}"
@@ -237,7 +240,8 @@ def glance(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     epsilon = "–" if towards[1] is None else f"({towards[1]:.3g})"
     return (
         f"= {name}" if "slice" in cost else name,
-        f"MSE {figures['test_mse']['mean']:.4f}" if score is None else percent(score["mean"]),
+        (f"MSE {figures['test_mse']['mean']:.4f}" if score is None else percent(score["mean"]))
+        + " †" * ("came_off" in figures),
         epsilon if towards[0] is None else f"{towards[0]:.3g}",
         f"{cost['seconds']:,.{1 if cost['seconds'] < 100 else 0}f} s" if cost else "–",
         legible_size(moved),

@@ -447,6 +447,8 @@ def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
             result[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
     if summaries:
         result["loss"] = summaries[0]["loss"]
+        if any("diverged" in summary and not summary.get("recovered") for summary in summaries):
+            result["came_off"] = True
         if "family" in summaries[0]:
             result["family"] = summaries[0]["family"]
         result |= _judged(summaries)

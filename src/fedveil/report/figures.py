@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 
 from fedveil.errors import ConfigError, missing_extra
-from fedveil.report.sources import Curve, SourceGroup, Spot, duration, percent, plain, size, spots_of, what_was_compared
+from fedveil.report.sources import (
+    CAME_OFF,
+    Curve,
+    SourceGroup,
+    Spot,
+    duration,
+    percent,
+    plain,
+    size,
+    spots_of,
+    what_was_compared,
+)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -482,10 +493,9 @@ def draw_overview(results: Mapping[str, Any], file: Path) -> Path:
     canvas.subplots_adjust(left=0.08, right=0.985, top=0.97, bottom=0.175, hspace=0.15)
     ticks = [tick for tick in _TICKS if tick <= max(spot.high for spot in spots) + 0.05]
     for panel, (cost, (title, _)) in zip(panels, COSTS.items(), strict=True):
-        best = front([(spot.costs[cost], spot.height) for spot in spots])
-        panel.plot(
-            *zip(*((spots[k].costs[cost], spots[k].height) for k in best), strict=True), ":", color="#555", lw=1.4
-        )
+        sound = [(spot.costs[cost], spot.height) for spot in spots if not spot.label.endswith(CAME_OFF)]
+        if sound:
+            panel.plot(*zip(*(sound[k] for k in front(sound)), strict=True), ":", color="#555", lw=1.4)
         for spot in spots:
             colour, x = PROVEN[spot.proven][1], spot.costs[cost]
             panel.plot([x, x], [spot.low, spot.high], color=colour, lw=1, zorder=2)
@@ -542,6 +552,8 @@ def draw_overview(results: Mapping[str, Any], file: Path) -> Path:
         ),
         Line2D([], [], ls=":", lw=1.4, color="#555", label="nothing is cheaper and better"),
     ]
+    if any(spot.label.endswith(CAME_OFF) for spot in spots):
+        others.append(Line2D([], [], ls="", marker="$†$", ms=8, color="#444", label="its training came off"))
     epsilon = results["common"].get("epsilon")
     of = "" if epsilon is None else f", ε = {epsilon:g} where there is one"
     style = {"fontsize": 8.5, "title_fontsize": 8.5, "frameon": False, "alignment": "left"}
@@ -575,7 +587,7 @@ def _overview(spots: Sequence[Spot], cost: str, slots: Mapping[str, int]) -> Fig
     boxes = placed(points, [(6.6 * len(spot.label) + 6, 15.0) for spot in spots], (0, 0, _WIDE, _HIGH), dot=8.0)
     traces, notes = [], []
     for spot, value, height, (x, y), box in zip(spots, values, heights, points, boxes, strict=True):
-        slot = slots.get(spot.label.removeprefix("= "))
+        slot = slots.get(spot.label.removeprefix("= ").removesuffix(CAME_OFF))
         told = (
             f"{html.escape(spot.label)}: {percent(spot.height)}, {shown(spot.costs[cost])}<br>"
             f"{PROVEN[spot.proven][0]}<br>data: {GIVEN[spot.given][0]}"

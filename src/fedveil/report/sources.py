@@ -404,12 +404,16 @@ def spots_of(results: Mapping[str, Any]) -> list[Spot]:
     ]
 
 
+CAME_OFF = " †"
+"""Behind the name of a scheme whose training came off: its accuracy tells of the learning rate."""
+
+
 def _spot(name: str, figures: Mapping[str, Any]) -> Spot:
     cost, attacked, privacy = figures["cost"], figures["attacked"], figures["privacy"]
     judged, mean = figures.get("judged", {}).get("accuracy", {}), figures["test_accuracy"]["mean"]
     data, numbers = attacked.get("data"), attacked.get("the model's parameters", {})
     return Spot(
-        f"= {name}" if "slice" in cost else name,
+        f"{'= ' * ('slice' in cost)}{name}{CAME_OFF * ('came_off' in figures)}",
         mean,
         judged.get("low") or mean,
         judged.get("high") or mean,
