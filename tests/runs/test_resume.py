@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,3 +408,29 @@ def test_more_rounds_are_offered_where_they_can_be_had(tmp_path: Path, small: Sm
     for name, (changes, told) in cases.items():
         session.run(small(rounds=2, **changes), tmp_path / name, quiet=True)
         assert told in resume(tmp_path / name)[-1]
+
+
+def test_ctrl_c_while_a_round_is_judged_waits_until_it_is_written_down(tmp_path: Path, small: Small) -> None:
+    config = small(rounds=6, evaluate_every=1)
+    (tmp_path / "settings.toml").write_text(config.to_toml())
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from fedveil.config import RunConfig\n"
+        "from fedveil.runs import loop, session\n"
+        "judged = loop.evaluated\n"
+        "def interrupted(job, state, **more):\n"
+        "    if state.round == 5:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return judged(job, state, **more)\n"
+        "loop.evaluated = interrupted\n"
+        "place = Path(sys.argv[1])\n"
+        "config = RunConfig.from_mapping(RunConfig.read(place / 'settings.toml'))\n"
+        "session.run(config, place / 'run', quiet=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    assert [row["round"] for row in RunFolder(tmp_path / "run").metrics()] == [1, 2, 3, 4, 5]
+    assert "test_accuracy" in RunFolder(tmp_path / "run").metrics()[-1]
+    assert checkpoints(tmp_path / "run")[-1].name == "round-00000005.safetensors"
+    assert resume(tmp_path / "run") == []
