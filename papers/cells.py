@@ -80,7 +80,8 @@ class Store:
             stored, cells = content["entry"], content["cells"]
             self.noted, self._verdict = str(content.get("noted", "")), content.get("verdict", {})
         except (ValueError, KeyError, TypeError, OSError) as reason:
-            raise CheckpointError(f"{self.path} holds no figures that can be read ({reason}). Remove it.") from reason
+            why = reason if isinstance(reason, ValueError | OSError) else "it is JSON of another form"
+            raise CheckpointError(f"{self.path} holds no figures that can be read ({why}). Remove it.") from reason
         if stored != self._entry:
             raise ConfigError(
                 f"{self.path} holds the figures of {stored!r}, not of {self._entry!r}: use another --out."
