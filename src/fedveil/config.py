@@ -505,7 +505,7 @@ class RunConfig:
 
     device: str = declare(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
     dtype: str = declare(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
-    vectorise: bool | None = declare(_MACHINE, "Many clients at once.", shown="where faster")
+    vectorise: bool | None = declare(_MACHINE, "Many clients or samples at once.", shown="where faster and safe")
     workers: int | None = declare(
         _MACHINE,
         "Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.",

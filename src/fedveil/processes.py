@@ -325,15 +325,15 @@ def undisturbed() -> Iterator[None]:
         if len(heard) > 1:
             before[number](number, frame)
 
-    for number in before:
-        signal.signal(number, wait)
     try:
+        for number in before:
+            signal.signal(number, wait)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if heard:
-        before[heard[0]](heard[0], None)
+        if heard:
+            before[heard[0]](heard[0], None)
 
 
 def _serve(

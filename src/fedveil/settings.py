@@ -281,7 +281,7 @@ class Settings(TypedDict, total=False):
     dtype: Literal["float32", "float64"] | torch.dtype
     """float32 or float64. (default: float32)"""
     vectorise: bool | None
-    """Many clients at once. (default: where faster)"""
+    """Many clients or samples at once. (default: where faster and safe)"""
     workers: int | None
     """Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.
     (default: one per core, where clients are many and it pays)"""

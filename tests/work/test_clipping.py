@@ -458,7 +458,7 @@ def test_the_sensitivity_is_reached() -> None:
 def test_what_vmap_cannot_do_is_done_one_by_one_with_the_same_numbers(factory: Callable[[], nn.Module]) -> None:
     data = clients()
     architecture, sent = opened(made(factory), data[0].x)
-    work = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.2)
+    work = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.2, vectorise=True)
     looping = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.2, vectorise=False)
     workspace, other = workbench(work, architecture), workbench(looping, architecture)
     for _ in range(2):  # before and after the workspace learnt it

@@ -419,6 +419,8 @@ class Keeper:
             return self._moved[2]
         if pending is None or not _worked_for(state, latest):
             raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
+        if not (pending.beacon or state.ring().beacon):  # a round's of before clients kept it
+            raise ProtocolError(f"client {state.client} was not told how this epoch's rounds are drawn")
         try:
             recovered = self._recovered(state, latest, pending)
         except (ProtocolError, ConfigError) as reason:

@@ -268,7 +268,8 @@ class Job:
             return ()
         sources = [data.source for data in self.pool.clients if data.source is not None]
         augmented, unit = (self.config.augment or "").startswith(OBJECT), bounded(self.scheme.work).unit
-        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=unit, augmented=augmented)
+        said = {"augmented": augmented, "together": self.config.vectorise is True}
+        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=unit, **said)
 
     @property
     def model_here(self) -> bool:

@@ -137,7 +137,7 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
 
 
 def own_assumptions(
-    loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str, augmented: bool
+    loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str, augmented: bool, together: bool = False
 ) -> tuple[str, ...]:
     """What a guarantee takes for granted of code that is the caller's own, beyond what is checked as it runs."""
     said = []
@@ -147,6 +147,11 @@ def own_assumptions(
             f"the caller's own code ({' and '.join(owned)}) keeps nothing from one sample for another: asked again "
             "after others, it gave the same for one sample of every batch; the rest is taken for granted"
         )
+        if together and unit == "record":
+            said.append(
+                "the caller's own code does with a sample among others what it does with it alone, also where an "
+                "operation raises for one of them (vectorise): taken for granted"
+            )
     if (sources or augmented) and unit == "record":
         said.append(
             "samples are read or augmented by the caller's own code, and each is made of one record alone (no mixing "

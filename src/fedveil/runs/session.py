@@ -365,7 +365,8 @@ def train_into(
     except BaseException as reason:
         with contextlib.suppress(OSError):  # the disk may be what is full
             if isinstance(reason, Exception | KeyboardInterrupt | SystemExit):
-                keep_last(state)
+                with contextlib.suppress(Exception):  # a callback that is told of it may fail: the reason stays
+                    keep_last(state)
             folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))
         watch.callbacks.stopped(reason)
         files = sorted(folder.checkpoints.glob("round-*.safetensors"))

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
 from fedveil.work.own_loss import (
-    Raising,
     generators_at,
     is_own,
     nothing_kept,
@@ -228,10 +227,10 @@ class ClippedSamples(ClippedWork):
 
         n_k · (1/b)·Σ_{i in batch} g_i·min(1, C/‖g_i‖)
 
-    Parameters the model's author froze count as zero. `vectorise` = False takes the samples one by one; True
-    and None take many at once where vmap can. A sample whose gradient is not finite counts as zero: a refusal
-    that depends on one record would tell about it. The bound holds for the sum as it is rounded, since C is taken
-    a little smaller (`bounds.safe_bound`).
+    Parameters the model's author froze count as zero. `vectorise` = False takes the samples one by one, and so does
+    None where the network or the loss is the caller's own; else many are taken at once where vmap can. A sample whose
+    gradient is not finite counts as zero: a refusal that depends on one record would tell about it. The bound holds
+    for the sum as it is rounded, since C is taken a little smaller (`bounds.safe_bound`).
 
     With a `clip_decay` ρ the clip of round t is C_t = C·ρᵗ, and what is sent is in units of it, times C: its bound, its
     noise and their price are those of C in every round, and the server multiplies the sum by C_t/C, noise and all.
@@ -322,7 +321,10 @@ class ClippedSamples(ClippedWork):
         return units
 
     def _may_vectorise(self, workspace: Workspace) -> bool:
-        return workspace.vectorisable and self.vectorise is not False and self.sampling is None
+        # What somebody's own code does to samples that are taken together may hang on all of them (an operation that
+        # raises for one raises for all, and who catches that goes another way), and no record may decide about it.
+        wanted = self.vectorise is True or (self.vectorise is None and not own_code(workspace.module, self.loss))
+        return wanted and workspace.vectorisable and self.sampling is None
 
     def _contributions(
         self, workspace: Workspace, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
@@ -332,7 +334,7 @@ class ClippedSamples(ClippedWork):
             return [weighted(torch.zeros_like(workspace.architecture.trainable, dtype=_dtype(workspace)), len(part[0]))]
         batches, clipped = [_Batch(*one, round) for one in zip(part, chosen, strict=True)], None
         if self._may_vectorise(workspace):
-            clipped = self._together(workspace, engine, broadcast, batches)
+            clipped = self._together(workspace, engine, batches)
         if clipped is None:
             prepare(workspace.architecture, workspace.module, broadcast)
             clipped = joined([self._loop(workspace, batch) for batch in batches])
@@ -348,79 +350,25 @@ class ClippedSamples(ClippedWork):
         drawn = workspace.secrets.stream("records", data.client, round).uniform(len(data))
         return (drawn < self.sampling).nonzero().flatten()
 
-    def _together(
-        self, workspace: Workspace, engine: PerSample, broadcast: Broadcast, batches: Sequence[_Batch]
-    ) -> Sums | None:
+    def _together(self, workspace: Workspace, engine: PerSample, batches: Sequence[_Batch]) -> Sums | None:
         x, y = _taken(batches)
-        with nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=batches[0].witness):
-            sums = self._computed(workspace, engine, batches, x, y)
-            if sums is None and own_code(engine.module, self.loss):
-                prepare(workspace.architecture, workspace.module, broadcast)
-                sums = self._computed_apart(workspace, engine, batches)
-        if sums is None:  # vmap knows no rule for some operation, or memory is short
-            workspace.vectorisable = False
-        return sums
-
-    def _computed(
-        self,
-        workspace: Workspace,
-        engine: PerSample,
-        batches: Sequence[_Batch],
-        x: Tensor,
-        y: Tensor,
-        counted: Tensor | None = None,
-    ) -> Sums | None:
-        """None where an operation raises; in code of the caller's own also where that goes on, as it does for all."""
-        own, noticing, first = own_code(engine.module, self.loss), Raising(), batches[0]
-        watched = noticing if own else nullcontext()
+        first, witness = batches[0], batches[0].witness
         try:
-            with seeded_dropout(engine.module, self.batches.seed, first.data.client, first.round), watched:
-                bound = self._bound(workspace, first)
-                sums = engine(x, y, clients=len(batches), clip=bound, counted=counted)
-        except Exception as reason:
-            if not (own or isinstance(reason, RuntimeError)):
-                raise
+            with (
+                seeded_dropout(engine.module, self.batches.seed, first.data.client, first.round),
+                nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=witness),
+            ):
+                return engine(x, y, clients=len(batches), clip=self._bound(workspace, first))
+        except RuntimeError:  # vmap knows no rule for some operation, or memory is short
+            workspace.vectorisable = False
             return None
-        return None if noticing.noticed else sums
 
-    def _computed_apart(self, workspace: Workspace, engine: PerSample, batches: Sequence[_Batch]) -> Sums | None:
-        """Samples for which something raises one by one, and the rest together; None where nothing does.
-
-        What one sample gives hangs on no other: one of the rest stands in for each of them, so that these round as they
-        always do.
-        """
-        raises = [self._raises(workspace, batch) for batch in batches]
-        usual = ~torch.cat(raises)
-        if usual.all():
-            return None
-        apart = [self._loop(workspace, batch, only=which) for batch, which in zip(batches, raises, strict=True)]
-        if not usual.any():
-            return joined(apart)
-        x, y = _taken(batches)
-        standing = torch.where(usual, torch.arange(len(y)), usual.nonzero()[0]).to(x.device)
-        sums = self._computed(workspace, engine, batches, x[standing], y[standing], usual.to(x.device))
-        return None if sums is None else replace(sums, sums=sums.sums + torch.cat([one.sums for one in apart]))
-
-    def _raises(self, workspace: Workspace, batch: _Batch) -> Tensor:
-        named = dict(workspace.module.named_parameters())
-        moving = [named[name] for name in trained_names(workspace.architecture)]
-        alone = one_by_one(workspace.module, moving, self.loss, *batch.taken(), seeded=self._seeded(workspace, batch))
-        return torch.tensor([raised for _, _, raised in alone])
-
-    def _loop(self, workspace: Workspace, batch: _Batch, *, only: Tensor | None = None) -> Sums:
+    def _loop(self, workspace: Workspace, batch: _Batch) -> Sums:
         x, y = batch.taken()
-        module, architecture, seeded = workspace.module, workspace.architecture, self._seeded(workspace, batch)
-        numbers = list(range(len(y))) if only is None else only.nonzero().flatten().tolist()
+        module, architecture = workspace.module, workspace.architecture
+        bound, seeded = self._bound(workspace, batch), self._seeded(workspace, batch)
         with nothing_kept(architecture, module, self.loss, x, y, witness=batch.witness):
-            return looped(
-                module,
-                trained_names(architecture),
-                self.loss,
-                x[numbers],
-                y[numbers],
-                self._bound(workspace, batch),
-                seeded=lambda number: seeded(numbers[number]),
-            )
+            return looped(module, trained_names(architecture), self.loss, x, y, bound, seeded=seeded)
 
     def _seeded(self, workspace: Workspace, batch: _Batch) -> Callable[[int], AbstractContextManager[None]]:
         """By the sample alone: what one draws, or how often, is nothing to the next."""
@@ -479,8 +427,8 @@ def looped(
     named = dict(module.named_parameters())
     moving = [named[name] for name in trained]
     total = [parameter.new_zeros(1, parameter.numel(), dtype=torch.float64) for parameter in moving]
-    norms, losses = [moving[0].new_empty(1, 0)], []
-    for value, grads, _ in one_by_one(module, moving, loss, x, y, seeded=seeded):
+    norms, losses = [], []
+    for value, grads in one_by_one(module, moving, loss, x, y, seeded=seeded):
         kept, norm = measured({name: Dense(grad.reshape(1, -1)) for name, grad in zip(trained, grads, strict=True)})
         weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
         for sum, factor in zip(total, kept.values(), strict=True):
@@ -488,7 +436,7 @@ def looped(
         norms.append(norm[None])
         losses.append(value.reshape(1, 1))
     sums = dict(zip(trained, total, strict=True))
-    return Sums(placed(named, sums, 1), torch.cat(norms, 1), torch.cat([moving[0].new_empty(1, 0), *losses], 1))
+    return Sums(placed(named, sums, 1), torch.cat(norms, 1), torch.cat(losses, 1))
 
 
 def _dtype(workspace: Workspace) -> torch.dtype:

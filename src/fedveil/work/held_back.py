@@ -26,7 +26,7 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.gradients import objectives
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, LocalWork, ManyAtOnce, Units, Workspace, keeps_for_itself, prepare
-from fedveil.work.own_loss import OUT_OF_MEMORY, own_code
+from fedveil.work.own_loss import own_code
 
 FIGURES = "figures"
 """The section of a contribution that holds the sums."""
@@ -188,8 +188,6 @@ class Judged(ManyAtOnce):
                 with torch.no_grad():
                     output = module(x)
                     losses = objectives(architecture, module, self.loss, output, y, broadcast.head) * len(chosen)
-            except OUT_OF_MEMORY:
-                raise
             except Exception:
                 if not own_code(module, self.loss):
                     raise

@@ -26,7 +26,7 @@ from fedveil.secrets import Guarded, OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout, all_in_range
 from fedveil.work.batches import samples_at_once
 from fedveil.work.losses import Loss
-from fedveil.work.own_loss import OUT_OF_MEMORY, own_code
+from fedveil.work.own_loss import own_code
 from fedveil.work.pooling import pool_swiftly
 
 
@@ -290,8 +290,6 @@ class SideBySide(ManyAtOnce):
     def _tried(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         try:
             return self._one(workspace, broadcast, data, round)
-        except OUT_OF_MEMORY:
-            raise
         except Exception as reason:
             if not own_code(workspace.module, self.loss):
                 raise

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fedveil.downlink import assemble
 from fedveil.downlink.architecture import Architecture, Weights, batch_norms, load_epsilon, load_parameters
@@ -245,10 +244,10 @@ def _value(loss: OwnLoss, output: Tensor, target: Tensor) -> Tensor:
 # the samples it was tried on as well, and a difference refuses the run. What is kept outside of the objects themselves,
 # or changes nothing for the samples that were asked about, is not noticed: the ledger says what is taken for granted.
 #
-# Such code may raise, too, and for one sample alone. Under vmap an operation then raises for all of them: who catches
-# that takes another branch for everybody, and who does not keeps the client from answering, which tells past any ε that
-# the sample is there. So what raises for a sample concerns this sample alone: it counts as zero, or, where its own code
-# goes on, is computed by itself.
+# Such code may raise, too, and for one sample alone. Where samples are taken together an operation then raises for all
+# of them, and who catches that takes another branch for everybody; so they are taken one by one, unless its author says
+# that together is the same. Who does not catch it would keep the client from answering, which tells past any ε that the
+# sample is there: it counts as zero.
 
 _OURS = ("torch.nn.modules.", "fedveil.")
 
@@ -269,33 +268,10 @@ def own_code(module: nn.Module, loss: Loss) -> bool:
     return isinstance(loss, OwnLoss) or is_own(module)
 
 
-class Raising(TorchFunctionMode):
-    """Notices operations that raise, also where the code that called them goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noticed = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.noticed = True
-            raise
-
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-"""What no sample's numbers have to do with."""
-
-
 def _said(ask: Callable[..., tuple[Tensor, ...]], *about: Any) -> tuple[Tensor, ...]:
     """What code of the caller's own answers; nothing where it raises, since a refusal would tell of that sample."""
     try:
         return ask(*about)
-    except OUT_OF_MEMORY:
-        raise
     except Exception:
         return ()
 
@@ -308,31 +284,43 @@ def one_by_one(
     y: Tensor,
     *,
     seeded: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
-) -> Iterator[tuple[Tensor, Sequence[Tensor], bool]]:
-    """Each sample's loss and gradient, computed within its own `seeded`, and whether an operation has raised for it.
+) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+    """Each sample's loss and gradient, computed within its own `seeded`.
 
     Where code of the caller's own raises, the loss is NaN and the gradient zero: a refusal would tell of that sample.
     """
-    own = own_code(module, loss)
     for number in range(len(y)):
-        noticing, which = Raising(), slice(number, number + 1)
+        which = slice(number, number + 1)
         try:
-            with seeded(number), torch.enable_grad(), noticing if own else nullcontext():
+            with seeded(number), torch.enable_grad():
                 value = loss.mean(module(x[which]), y[which])
                 grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        except OUT_OF_MEMORY:
-            raise
         except Exception:
-            if not own:
+            if not own_code(module, loss):
                 raise
-            yield moving[0].new_full((), math.nan), [torch.zeros_like(one) for one in moving], True
+            yield moving[0].new_full((), math.nan), [torch.zeros_like(one) for one in moving]
         else:
-            yield value.detach(), grads, noticing.noticed
+            yield value.detach(), grads
+
+
+_CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def _brought(layer: nn.Module) -> bool:
+    """Whether a layer calls what is neither PyTorch's nor FedVeil's: a method put over its own, a function."""
+    return any(name in vars(layer) for name in _CALLED) or any(
+        callable(value)
+        and not isinstance(value, nn.Module | type)
+        and not str(getattr(value, "__module__", "")).startswith(("torch", "fedveil."))
+        for value in vars(layer).values()
+    )
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether some part of a network is neither PyTorch's nor FedVeil's, or has hooks: its code may keep anything."""
-    return any(not type(layer).__module__.startswith(_OURS) or hooked(layer) for layer in module.modules())
+    """Whether some part of a network is neither PyTorch's nor FedVeil's, calls what is neither, or has hooks."""
+    return any(
+        not type(layer).__module__.startswith(_OURS) or hooked(layer) or _brought(layer) for layer in module.modules()
+    )
 
 
 def unused_twin(architecture: Architecture, module: nn.Module) -> nn.Module | None:

@@ -554,20 +554,8 @@ class PerSample:
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
-    def __call__(
-        self,
-        x: Tensor,
-        y: Tensor,
-        *,
-        clients: int,
-        clip: float,
-        budget: int | None = None,
-        counted: Tensor | None = None,
-    ) -> Sums:
-        """The clipped sums of `clients` clients with equally many samples, those of a client in a row.
-
-        Samples that are not `counted` are computed with the others, which round as they always do, and add nothing.
-        """
+    def __call__(self, x: Tensor, y: Tensor, *, clients: int, clip: float, budget: int | None = None) -> Sums:
+        """The clipped sums of `clients` clients with equally many samples, those of a client in a row."""
         plan = self._plan(x[:1], y[:1])
         each = len(y) // clients
         budget = budget or _budget(x.device)
@@ -581,17 +569,16 @@ class PerSample:
             count = min(whole, clients - start)
             first, end, size = start * each, (start + count) * each, at_once if whole == 1 else count * each
             spans = (slice(start, min(start + size, end)) for start in range(first, end, size))
-            shares = counted if counted is not None else torch.ones(len(y), dtype=torch.bool, device=x.device)
-            parts.append(_summed(self._chunk(plan, x[span], y[span], count, clip, shares[span]) for span in spans))
+            parts.append(_summed(self._chunk(plan, x[span], y[span], count, clip) for span in spans))
         return joined(parts)
 
-    def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float, counted: Tensor) -> Sums:
+    def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float) -> Sums:
         factors, losses = self._factors(plan, x, y)
         if factors:
             factors, norms = measured(factors)
         else:
             norms = torch.zeros_like(losses, dtype=torch.float64)
-        weights = (clip_weights(norms, clip, working(losses.dtype)) * counted).reshape(clients, -1)
+        weights = clip_weights(norms, clip, working(losses.dtype)).reshape(clients, -1)
         with full_precision():
             sums = {name: factor.total(weights) for name, factor in factors.items()}
         side_by_side = placed(dict(self.module.named_parameters()), sums, clients)
