@@ -191,6 +191,19 @@ def test_whoever_says_that_together_is_the_same_has_that_in_the_ledger() -> None
     assert ["among others what it does with it alone" in text for text in said] == [False, True]
 
 
+@pytest.mark.parametrize(("vectorise", "told"), [(None, True), (True, False), (False, False)])
+def test_whose_code_goes_one_by_one_is_told_why_it_is_slow(
+    vectorise: bool | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fedveil")
+    settings: dict[str, Any] = {"scheme": "ldp", "rounds": 1, "seed": 1, "progress": False, "vectorise": vectorise}
+    fedveil.train(Own(), people(extreme=False), **settings)
+    assert ("which vectorise=True asks for" in caplog.text) is told
+    caplog.clear()
+    fedveil.train(nn.Sequential(nn.Linear(4, 2)), people(extreme=False), **settings)
+    assert "one by one" not in caplog.text
+
+
 class Own(nn.Sequential):
     """Somebody's, and well behaved."""
 

@@ -27,7 +27,7 @@ from fedveil.schemes import SchemeInfo
 from fedveil.uplink.graph import n_out
 from fedveil.work.batches import convolves, samples_at_once
 from fedveil.work.groups import TOGETHER
-from fedveil.work.own_loss import OwnLoss
+from fedveil.work.own_loss import OwnLoss, own_code
 from fedveil.work.per_sample import CPU_BYTES
 
 if TYPE_CHECKING:
@@ -59,7 +59,19 @@ def preflight(job: Job, *, begins: bool = True) -> list[str]:
     if job.pool.clients:
         warnings.append(_memory(job, saved=_check_backward(job)))
     noted = [f"note: {EPSILON}"] if begins and job.own_epsilon_lost else []
+    if _goes_one_by_one(job):
+        noted.append(
+            "note: samples are clipped one by one, since the network or the loss is code of your own. That is several "
+            f"times as slow as together, which {spelled('vectorise', True)} asks for, where your code does with a "
+            "sample among others what it does with it alone."
+        )
     return noted + [WARNING + text for text in warnings if text]
+
+
+def _goes_one_by_one(job: Job) -> bool:
+    work, model = job.scheme.work, job.architecture.skeleton
+    clips = work.clip is not None and work.local_training == (None, None)
+    return clips and job.config.vectorise is None and own_code(model, job.loss)
 
 
 def _check_start(job: Job) -> None:
