@@ -35,6 +35,7 @@ def test_rows_that_the_own_picture_leaves_at_rest_are_the_others_alone() -> None
     assert not torch.allclose(everything, other, atol=1e-2)
 
 
+@pytest.mark.slow  # two attacks by gradient descent
 def test_a_client_that_aligns_rebuilds_what_a_veil_hides_from_one_that_does_not(tmp_path: Path) -> None:
     """Fixed seeds: three pairs of digits; nothing is random but what they seed."""
     only = [curious.cell_name("digits", label) for label in SCHEMES]

@@ -38,7 +38,10 @@ def ran(one: Job, **how: Any) -> Outcome:
     return train_job(one, state=fresh_state(one), **how)
 
 
-@pytest.mark.parametrize("name", [info.name for info in schemes()])
+_SLOW = {"hybridalpha": pytest.mark.slow}  # an exponentiation a number
+
+
+@pytest.mark.parametrize("name", [pytest.param(info.name, marks=_SLOW.get(info.name, ())) for info in schemes()])
 def test_every_scheme_trains_with_clients_drawn_by_chance(name: str) -> None:
     """Nobody's seed: of 12 clients fewer than three are drawn in all four rounds with a chance of 2·10⁻⁷."""
     # Keys of the length that secrets of a real run call for take long to make.
