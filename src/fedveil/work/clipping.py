@@ -373,10 +373,11 @@ class ClippedSamples(ClippedWork):
     def _seeded(self, workspace: Workspace, batch: _Batch) -> Callable[[int], AbstractContextManager[None]]:
         """By the sample alone: what one draws, or how often, is nothing to the next."""
         module, device = workspace.module, batch.data.x.device
+        own = own_code(module, self.loss)  # which may draw from any global generator
 
         def seeded(number: int) -> AbstractContextManager[None]:
             parts = (self.batches.seed, batch.data.client, batch.round, int(batch.chosen[number]))
-            if own_code(module, self.loss):  # which may draw from any global generator
+            if own:
                 return generators_at(mixed_seed(*parts), device)
             return seeded_dropout(module, *parts)
 
