@@ -68,10 +68,12 @@ def preflight(job: Job, *, begins: bool = True) -> list[str]:
     return noted + [WARNING + text for text in warnings if text]
 
 
+def _clips_samples(job: Job) -> bool:
+    return job.scheme.work.clip is not None and job.scheme.work.local_training == (None, None)
+
+
 def _goes_one_by_one(job: Job) -> bool:
-    work, model = job.scheme.work, job.architecture.skeleton
-    clips = work.clip is not None and work.local_training == (None, None)
-    return clips and job.config.vectorise is None and own_code(model, job.loss)
+    return _clips_samples(job) and job.config.vectorise is None and own_code(job.architecture.skeleton, job.loss)
 
 
 def _check_start(job: Job) -> None:
@@ -136,8 +138,7 @@ def _check_backward(job: Job) -> float:
 
 def _check_alone(job: Job, x: Tensor) -> None:
     """Where samples are clipped one by one, a network has to take one by itself."""
-    work = job.scheme.work
-    if work.clip is None or work.local_training != (None, None):
+    if not _clips_samples(job):
         return
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
