@@ -166,10 +166,10 @@ def continue_in(
             callbacks = Callbacks(follow)
             callbacks.begin(folder, config, folder.metrics())
             callbacks.finish(done, say)
+            final = _final_state(job, folder, rounds=done["rounds"])
+            _write_again(job, folder, done, final, told)
         finally:
             folder.release()
-        final = _final_state(job, folder, rounds=done["rounds"])
-        _write_again(job, folder, done, final, told)
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. {_more(job)}")
         return done, final
     try:
